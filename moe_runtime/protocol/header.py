@@ -1,0 +1,96 @@
+"""The fixed-size header in front of every tensor message, and the only place that packs or reads one.
+
+A receiver checks a header and never overwrites it; every mismatch is an error that names both values.
+"""
+
+import enum
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.errors import ProtocolError
+
+VERSION = 1
+MAGIC = 0x58454F4D  # "MOEX"
+_STRUCT = struct.Struct("<IHBBHHHHIIIIQQQQ")
+HEADER_BYTES = _STRUCT.size
+# Payload parts start on this boundary, so that a view of any dtype is aligned.
+ALIGNMENT = 64
+
+
+class Kind(enum.IntEnum):
+    DISPATCH = 1
+    REPLY = 2
+    ERROR = 3
+
+
+class PayloadType(enum.IntEnum):
+    """What the hidden states travel as."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {PayloadType.FLOAT32: torch.float32, PayloadType.BFLOAT16: torch.bfloat16}[self]
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "PayloadType":
+        return {torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16}[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One message: which lane's layer it belongs to, what it carries, and what both sides must agree on.
+
+    sender: index of the attention node that owns the lane (also in replies). step: the lane's step number.
+    clock: the lane's progress in layers (virtual time; in a reply, the least progress the FFN node knows of).
+    tokens, hidden, picks: the payload's shape. payload_bytes: length of what follows. fingerprint: the model's hash.
+    flags: bit 0 says that adapter ids follow (none are sent yet, so it must be 0).
+    """
+
+    kind: Kind
+    payload: PayloadType
+    sender: int
+    lane: int
+    layer: int
+    epoch: int
+    step: int
+    tokens: int
+    hidden: int
+    picks: int
+    payload_bytes: int
+    clock: int
+    fingerprint: int
+    flags: int = 0
+
+    def pack(self) -> bytes:
+        return _STRUCT.pack(
+            MAGIC, VERSION, self.kind, self.payload, self.sender, self.lane, self.layer, self.flags, self.epoch,
+            self.tokens, self.hidden, self.picks, self.step, self.clock, self.payload_bytes, self.fingerprint,
+        )  # fmt: skip
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Header:
+    """Read a header. Raises ProtocolError when magic, version, kind, payload type or flags are not this version's."""
+    if len(data) != HEADER_BYTES:
+        raise ProtocolError(f"header has {len(data)} bytes, expected {HEADER_BYTES}")
+    (magic, version, kind, payload, sender, lane, layer, flags, epoch,
+     tokens, hidden, picks, step, clock, payload_bytes, fingerprint) = _STRUCT.unpack(data)  # fmt: skip
+    expect("magic", magic, MAGIC)
+    expect("protocol version", version, VERSION)
+    expect("flags", flags, 0)
+    try:
+        kind, payload = Kind(kind), PayloadType(payload)
+    except ValueError as error:
+        raise ProtocolError(f"header: {error}; known: {list(Kind)} and {list(PayloadType)}") from error
+    return Header(
+        kind, payload, sender, lane, layer, epoch, step, tokens, hidden, picks, payload_bytes, clock, fingerprint, flags
+    )
+
+
+def expect(what: str, got: object, expected: object) -> None:
+    """Raise ProtocolError naming both values unless they are equal."""
+    if got != expected:
+        raise ProtocolError(f"{what} mismatch: the message says {got}, this node has {expected}")
