@@ -3,7 +3,7 @@
 Shape suffixes: T tokens, D hidden, C copies (groups of experts that share one router row).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,18 +27,18 @@ def ffn_inputs(dense: DenseModel, sequences: Sequence[Sequence[int]]) -> list[to
     return [torch.cat(captured) for captured in seen]
 
 
-def _recorder(captured: list[torch.Tensor]):  # type: ignore[no-untyped-def]
-    def record(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        captured.append(output[0, 1:])
+def _recorder(captured: list[torch.Tensor]) -> Callable[..., None]:
+    def record(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BTD: torch.Tensor) -> None:
+        captured.append(output_BTD[0, 1:])  # the first token is an outlier that attention parks on
 
     return record
 
 
-def skewed_router(hidden_TD: torch.Tensor, copies: int, seed: int, layer: int, spread: float = 1.0) -> torch.Tensor:
+def skewed_router(hidden_TD: torch.Tensor, copies: int, seed: int, layer: int) -> torch.Tensor:
     """Random rows [C, D] with the tokens' mean logit replaced by a Zipf bias (ZIPF_EXPONENT) in a random order.
 
-    Mixtral's gate has no bias: what a row gains along the mean hidden state adds the same amount to every token's logit
-    on average.
+    Logits vary by 1 (standard deviation) about their mean. Mixtral's gate has no bias, so the bias is folded into the
+    rows along the mean hidden state, where it adds itself to a token's logit on average.
     """
     generator = np.random.default_rng([seed, layer, 1])
     rows_CD = torch.from_numpy(generator.standard_normal((copies, hidden_TD.shape[1]))).float()
@@ -46,5 +46,5 @@ def skewed_router(hidden_TD: torch.Tensor, copies: int, seed: int, layer: int, s
     mean_D = hidden_TD.mean(0)
     unit_D = mean_D / mean_D.square().sum()
     rows_CD = rows_CD - torch.outer(rows_CD @ mean_D, unit_D)
-    rows_CD = rows_CD * (spread / (hidden_TD @ rows_CD.T).std(0))[:, None]
+    rows_CD = rows_CD / (hidden_TD @ rows_CD.T).std(0)[:, None]
     return rows_CD + torch.outer(log_share_C - log_share_C.mean(), unit_D)

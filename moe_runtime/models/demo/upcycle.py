@@ -42,8 +42,8 @@ def upcycle_layer(
     """One layer's tensors in Mixtral names: attention and norms as they are, the FFN as experts, the gate.
 
     Each copy orders the neurons in its own way before it is cut, and expert ids are shuffled in every layer, so that no
-    two experts are alike and any mix-up shows. The gate's renormalised weights are 1/shards each; w2 times `shards` (a power of
-    two, so exact) undoes them.
+    two experts are alike and any mix-up shows. The gate's renormalised weights are 1/shards each; w2 times `shards` (a
+    power of two, so exact) undoes them.
     """
     prefix = f"model.layers.{layer}."
     mlp_prefix, moe_prefix = prefix + "mlp.", prefix + "block_sparse_moe."

