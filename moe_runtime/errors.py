@@ -13,6 +13,10 @@ class RequestError(ValueError):
     """A request that can never be served (too long, larger than the KV pool); the message carries true counts."""
 
 
+class OverloadedError(RuntimeError):
+    """A queue is at its bound; the same request may succeed later."""
+
+
 class ProtocolError(RuntimeError):
     """A peer sent something that does not fit; the message names both values."""
 

@@ -13,7 +13,7 @@ from moe_runtime.errors import ProtocolError
 
 VERSION = 1
 MAGIC = 0x58454F4D  # "MOEX"
-_STRUCT = struct.Struct("<IHBBHHHHIIIIQQQQ")
+_STRUCT = struct.Struct("<IHBBHHHHIIIIIIQQQ")
 HEADER_BYTES = _STRUCT.size
 # Payload parts start on this boundary, so that a view of any dtype is aligned.
 ALIGNMENT = 64
@@ -47,6 +47,7 @@ class Header:
     sender: index of the attention node that owns the lane (also in replies). step: the lane's step number.
     clock: the lane's progress in layers (virtual time; in a reply, the least progress the FFN node knows of).
     tokens, hidden, picks: the payload's shape. payload_bytes: length of what follows. fingerprint: the model's hash.
+    busy_us: in a reply, microseconds of expert computation that it waited for (the merged call's whole time).
     flags: bit 0 says that adapter ids follow (none are sent yet, so it must be 0).
     """
 
@@ -63,12 +64,13 @@ class Header:
     payload_bytes: int
     clock: int
     fingerprint: int
+    busy_us: int = 0
     flags: int = 0
 
     def pack(self) -> bytes:
         return _STRUCT.pack(
             MAGIC, VERSION, self.kind, self.payload, self.sender, self.lane, self.layer, self.flags, self.epoch,
-            self.tokens, self.hidden, self.picks, self.step, self.clock, self.payload_bytes, self.fingerprint,
+            self.tokens, self.hidden, self.picks, self.step, self.busy_us, self.clock, self.payload_bytes, self.fingerprint,
         )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"header has {len(data)} bytes, expected {HEADER_BYTES}")
     (magic, version, kind, payload, sender, lane, layer, flags, epoch,
-     tokens, hidden, picks, step, clock, payload_bytes, fingerprint) = _STRUCT.unpack(data)  # fmt: skip
+     tokens, hidden, picks, step, busy_us, clock, payload_bytes, fingerprint) = _STRUCT.unpack(data)  # fmt: skip
     expect("magic", magic, MAGIC)
     expect("protocol version", version, VERSION)
     expect("flags", flags, 0)
@@ -86,8 +88,9 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
     except ValueError as error:
         raise ProtocolError(f"header: {error}; known: {list(Kind)} and {list(PayloadType)}") from error
     return Header(
-        kind, payload, sender, lane, layer, epoch, step, tokens, hidden, picks, payload_bytes, clock, fingerprint, flags
-    )
+        kind, payload, sender, lane, layer, epoch, step, tokens, hidden, picks,
+        payload_bytes, clock, fingerprint, busy_us, flags,
+    )  # fmt: skip
 
 
 def expect(what: str, got: object, expected: object) -> None:

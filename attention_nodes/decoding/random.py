@@ -1,0 +1,50 @@
+"""Counter-based random numbers: a draw depends on (request seed, position, token id) and on nothing else.
+
+So a request draws the same numbers alone or in any batch, on any node, after preemption and when resumed elsewhere.
+The mixing function is SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+2014).
+
+Legend: P sampled rows, C candidates.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_BITS = 53
+# Largest difference of two Gumbel draws from 53-bit uniforms: candidates further than this below the best never win.
+GUMBEL_SPAN = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1)))) + math.log((_BITS + 1) * math.log(2))
+
+
+def draw_key(seed: int, position: int) -> int:
+    """The key of one draw as a signed 64-bit number; position is the index of the token being drawn."""
+    return _signed(_mix(_mix(seed & _MASK) + position * _GOLDEN & _MASK))
+
+
+def gumbel(keys_C: Tensor, token_ids_C: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64 [C], for (key, token id) pairs of int64."""
+    x = keys_C + (token_ids_C + 1) * _signed(_GOLDEN)
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        x = (x ^ _shift_right(x, shift)) * _signed(factor)
+    x ^= _shift_right(x, 31)
+    uniform_C = (_shift_right(x, 64 - _BITS).double() + 0.5) * 2.0**-_BITS
+    return -torch.log(-torch.log(uniform_C))
+
+
+def _mix(x: int) -> int:
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        x = (x ^ (x >> shift)) * factor & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own is arithmetic on int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

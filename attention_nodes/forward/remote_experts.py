@@ -1,0 +1,169 @@
+"""Experts on other nodes: dispatch one layer of a lane, gather the partial sums, hand back their total.
+
+A token goes once to each FFN node that holds one of its chosen slots; a node without tokens gets no message. Partial
+sums are added in the order of nodes, not of arrival, so that a result does not depend on who answered first.
+
+Legend: T tokens of the step, U tokens of one message, H hidden, K picks.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attention_nodes.forward.model import ExpertCall
+from attention_nodes.forward.routing_table import routing_table
+from eplb import Placement
+from moe_runtime.errors import ProtocolError
+from moe_runtime.protocol.header import Header, Kind, PayloadType, expect
+from moe_runtime.protocol.payload import Frame, error_text, payload_size, reply_part
+from moe_runtime.transport.base import Link
+
+
+class ReplyError(ProtocolError):
+    """A reply that ends the step of a lane under way; a plain ProtocolError is about no lane and ends the link."""
+
+    def __init__(self, lane: int, message: str) -> None:
+        super().__init__(message)
+        self.lane = lane
+
+
+@dataclass(slots=True)
+class Sent:
+    """One message under way: its header, and which rows of the layer it carries (None: all of them, in order)."""
+
+    header: Header
+    rows_U: Tensor | None
+    partial_UH: Tensor | None = None
+    busy_us: int = 0
+
+
+@dataclass(slots=True)
+class PendingLayer:
+    """A layer that waits for its experts. The call is kept until all have answered."""
+
+    call: ExpertCall
+    since: float
+    sent: dict[int, Sent] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return all(message.partial_UH is not None for message in self.sent.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of expert computation that the layer waited for: its slowest node's."""
+        return max(message.busy_us for message in self.sent.values()) / 1e6
+
+    def total(self) -> Tensor:
+        """Sum of the partial results, [T, H]."""
+        y_TH: Tensor | None = None
+        for _, message in sorted(self.sent.items()):
+            part_UH = message.partial_UH
+            assert part_UH is not None
+            if message.rows_U is None:
+                y_TH = part_UH if y_TH is None else y_TH + part_UH
+            else:
+                if y_TH is None:
+                    y_TH = torch.zeros_like(self.call.x_TH)
+                y_TH.index_add_(0, message.rows_U, part_UH)
+        assert y_TH is not None
+        return y_TH
+
+
+class RemoteExperts:
+    """All links of one attention node and what is under way on them, per lane."""
+
+    def __init__(self, index: int, links: Mapping[int, Link], placement: Placement, fingerprint: int) -> None:
+        self._index = index
+        self.links = dict(links)
+        self._placement = placement
+        self._fingerprint = fingerprint
+        self._routes = routing_table(placement, torch.device("cpu"))
+        self._pending: dict[int, PendingLayer] = {}
+        # The least progress any FFN node last told of: where a lane that was idle joins in.
+        self.clock_floor = 0
+        # Steps that were given up while replies were still under way: those replies are not news.
+        self._abandoned: dict[int, int] = {}
+
+    @property
+    def pending(self) -> Mapping[int, PendingLayer]:
+        return self._pending
+
+    def dispatch(self, lane: int, step: int, clock: int, call: ExpertCall) -> None:
+        """Send a layer's tokens; the lane must have nothing pending. Raises LinkClosedError, LinkTimeoutError."""
+        assert lane not in self._pending, f"lane {lane} already waits for experts"
+        routes = self._routes[call.layer]
+        slots_TK = routes.slots(call.experts_TK, call.replica_keys_T)
+        node_TK = routes.node_of_slot_S[slots_TK]
+        pending = self._pending[lane] = PendingLayer(call, time.monotonic())
+        nodes = sorted(self.links) if len(self.links) == 1 else node_TK.unique().tolist()
+        for node in nodes:
+            rows_U, parts = self._parts(call, slots_TK, node_TK == node)
+            header = Header(
+                Kind.DISPATCH,
+                PayloadType.of(call.x_TH.dtype),
+                self._index,
+                lane,
+                call.layer,
+                self._placement.epoch,
+                step,
+                tokens=len(parts[0]),
+                hidden=call.x_TH.shape[1],
+                picks=slots_TK.shape[1],
+                payload_bytes=payload_size(parts),
+                clock=clock,
+                fingerprint=self._fingerprint,
+            )
+            pending.sent[node] = Sent(header, rows_U)
+            self.links[node].send(header, parts)
+
+    def accept(self, node: int, frame: Frame) -> int | None:
+        """Take one reply; the lane whose layer is now complete, or None.
+
+        Raises ReplyError, naming both values, when the reply does not answer what was sent, or is an error itself;
+        ProtocolError when nothing was sent on that lane.
+        """
+        reply = frame.header
+        if reply.step <= self._abandoned.get(reply.lane, -1):
+            return None
+        pending = self._pending.get(reply.lane)
+        message = pending.sent.get(node) if pending else None
+        if pending is None or message is None:
+            raise ProtocolError(f"reply for lane {reply.lane}, layer {reply.layer}, but nothing is under way there")
+        sent = message.header
+        try:
+            if reply.kind is Kind.ERROR:
+                raise ProtocolError(f"{self.links[node].peer} refused layer {sent.layer}: {error_text(frame)}")
+            _check_reply(reply, sent)
+            message.partial_UH = reply_part(frame)
+        except ProtocolError as error:
+            raise ReplyError(reply.lane, str(error)) from error
+        message.busy_us = reply.busy_us
+        self.clock_floor = max(self.clock_floor, reply.clock)
+        return reply.lane if pending.complete else None
+
+    def finish(self, lane: int) -> PendingLayer:
+        """Remove and return a lane's complete layer."""
+        return self._pending.pop(lane)
+
+    def abandon(self, lane: int, step: int) -> None:
+        """Give up a lane's step: whatever is still answered for it will be dropped."""
+        self._pending.pop(lane, None)
+        self._abandoned[lane] = step
+
+    def _parts(self, call: ExpertCall, slots_TK: Tensor, here_TK: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        slots_here_TK = torch.where(here_TK, slots_TK, -1).to(torch.int32)
+        visits_T = here_TK.any(dim=1)
+        if bool(visits_T.all()):
+            return None, [call.x_TH, slots_here_TK, call.weights_TK]
+        rows_U = visits_T.nonzero().squeeze(1)
+        return rows_U, [call.x_TH[rows_U], slots_here_TK[rows_U], call.weights_TK[rows_U]]
+
+
+def _check_reply(reply: Header, sent: Header) -> None:
+    expect("kind", reply.kind, Kind.REPLY)
+    for name in ("sender", "step", "layer", "epoch", "tokens", "hidden", "payload", "fingerprint"):
+        expect(f"reply {name} (lane {sent.lane}, layer {sent.layer})", getattr(reply, name), getattr(sent, name))

@@ -1,0 +1,42 @@
+"""`python -m ffn_nodes`: load this node's experts, accept links, serve until told to stop."""
+
+import sys
+from pathlib import Path
+
+from ffn_nodes.gather import GatherQueue
+from ffn_nodes.server import ExpertServer
+from ffn_nodes.service import FfnService
+from moe_runtime.cluster.controller_client import ControllerClient
+from moe_runtime.cluster.node_main import NodeContext, run_node
+from moe_runtime.models.expert_layers import load_expert_layers
+from moe_runtime.models.loader import open_checkpoint
+from moe_runtime.transport.listener import LinkListener
+
+
+def serve(node: NodeContext, controller: ControllerClient) -> None:
+    checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
+    index = node.placement.nodes.index(node.name)
+    layers = load_expert_layers(
+        checkpoint, node.spec, node.placement, index, node.dtype, node.device, controller.progress
+    )
+    exchange = node.config.exchange
+    server = ExpertServer(
+        node.spec,
+        layers,
+        node.dtype,
+        node.placement.epoch,
+        node.welcome.fingerprint,
+        GatherQueue(exchange.gather, exchange.gather_window_us),
+    )
+    socket_path = Path(node.welcome.run_dir) / f"{node.name}.sock"
+    listener = LinkListener(node.link_options(), socket_path, node.config.cluster.host)
+    try:
+        controller.listening(listener.address)
+        controller.serving()
+        FfnService(node.config, server, listener, controller).run()
+    finally:
+        listener.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_node("ffn", serve))
