@@ -33,9 +33,7 @@ def resolve_model(path_or_id: str) -> Path:
             f"{_first_line(error)}"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(
-            f"model {path_or_id} is no directory here; its download failed: {_first_line(error)}"
-        ) from error
+        raise ConfigError(f"model {path_or_id} is not here and its download failed: {_first_line(error)}") from error
 
 
 def _cached(model_id: str) -> Path | None:

@@ -1,6 +1,6 @@
 """Compares a checkpoint's tensor table with what a spec needs: every tensor used once, none missing, none wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.family import Family
@@ -29,23 +29,33 @@ def check_table(
     tensors, left_over = _assign(table, spec, family)
     needed = _needed(tensors, spec, family)
     optional: Shapes = {TensorRole("lm_head"): (spec.vocab, spec.hidden)} if spec.tied_embeddings else {}
-    for role in needed:
-        if role not in tensors:
-            hint = f"; left over is {left_over[0].name}" if left_over else ""
-            name, shape = name_of(role, spec, family), list(needed[role])
-            raise CheckpointError(f"tensor {name} {shape} is missing{hint}")
     left_over += [tensor for role, tensor in tensors.items() if role not in needed and role not in optional]
-    if left_over:
-        more = f", and {len(left_over) - 1} more" if len(left_over) > 1 else ""
-        raise CheckpointError(
-            f"tensor {left_over[0].name} {list(left_over[0].shape)} in {left_over[0].file.name} is left over: "
-            f"a {spec.family} of this config has no use for it{more}"
-        )
+    _refuse_missing([role for role in needed if role not in tensors], left_over, spec, family)
+    _refuse_left_over(left_over, spec)
     shapes = needed | {role: shape for role, shape in optional.items() if role in tensors}
     transposed = _transposed(tensors, shapes)
-    for role, shape in shapes.items():
-        _check(tensors[role], _swap(shape) if role in transposed else shape)
+    for role in shapes:
+        _check(tensors[role], _swap(shapes[role]) if role in transposed else shapes[role])
     return tensors, transposed
+
+
+def _refuse_missing(missing: list[TensorRole], left_over: list[StoredTensor], spec: ModelSpec, family: Family) -> None:
+    if missing:
+        hint = f" (left over: {left_over[0].name})" if left_over else ""
+        raise CheckpointError(f"tensor {name_of(missing[0], spec, family)} is missing{_more(missing)}{hint}")
+
+
+def _refuse_left_over(left_over: list[StoredTensor], spec: ModelSpec) -> None:
+    if left_over:
+        tensor = left_over[0]
+        raise CheckpointError(
+            f"tensor {tensor.name} {list(tensor.shape)} in {tensor.file.name} is left over{_more(left_over)}: "
+            f"a {spec.family} of this config has no use for it"
+        )
+
+
+def _more(items: Sequence[object]) -> str:
+    return f", and {len(items) - 1} more" if len(items) > 1 else ""
 
 
 def _assign(
