@@ -7,7 +7,7 @@ each default has exactly one home.
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -16,7 +16,8 @@ from moe_runtime.errors import ConfigError
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+# No wait is endless: a day at most, which also keeps infinity out.
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -67,7 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Paged KV cache: `blocks` fixes the pool, else memory_fraction of what is free after loading is divided into blocks."""
+    """Paged KV cache: `blocks` fixes the pool, else memory_fraction of what loading leaves free."""
 
     block_size: Positive = 16
     memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=0.95)] = 0.2
@@ -102,7 +103,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file and apply `a.b=c` overrides (values are YAML too). Raises ConfigError with the place at fault."""
+    """Read a YAML file and apply `a.b=c` overrides (values are YAML too). Raises ConfigError naming the place."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -117,12 +118,30 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """Check a plain mapping against the tree's types. Raises ConfigError naming the key, the value's fault and the place."""
+    """Check a plain mapping against the tree's types and ranges. Raises ConfigError naming key, value and fault."""
     _refuse_unknown(tree, Config, "")
     try:
-        return msgspec.convert(tree, Config)
+        config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from error
+        raise ConfigError(_explain(str(error), tree)) from error
+    if config.exchange.transport == "nccl" and config.cluster.device != "cuda":
+        raise ConfigError(f"exchange.transport nccl needs cluster.device cuda, which is {config.cluster.device}")
+    return config
+
+
+def _explain(message: str, tree: Mapping[str, Any]) -> str:
+    """msgspec's `FAULT - at `$.a.b`` as `a.b is VALUE: FAULT`."""
+    fault, _, path = message.partition(" - at `$.")
+    place = path.rstrip("`")
+    value: Any = tree
+    kind: Any = Config
+    for key in place.split(".") if place else ():
+        value, kind = value[key], _fields(kind)[key]
+    if isinstance(value, Mapping):
+        return f"{place or 'configuration'}: {fault[0].lower()}{fault[1:]}"
+    if get_origin(kind) is Literal:
+        fault = f"expected one of {', '.join(get_args(kind))}"
+    return f"{place} is {value!r}: {fault[0].lower()}{fault[1:]}"
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

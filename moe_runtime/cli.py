@@ -1,0 +1,116 @@
+"""The `moe-runtime` command. Heavy imports wait until a command needs them, so that --help is quick."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_runtime.errors import ConfigError
+
+app = typer.Typer(
+    name="moe-runtime",
+    help="Serve mixture-of-experts models with attention and experts on separate nodes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; see configs/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override one value; may be given more than once.")
+]
+
+
+@app.command()
+def launch(
+    config_path: ConfigPath,
+    port: Annotated[int | None, typer.Option(help="The gateway's port, 0 for a free one (gateway.port).")] = None,
+    ask: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this on stdout, stop, and exit 0.")] = None,
+    greet: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Answer this, show how to reach the server, and go on serving.")
+    ] = None,
+    overrides: Overrides = None,
+    log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the nodes' logs here.")] = None,
+) -> int:
+    """Start a cluster and serve until Ctrl-C.
+
+    Prints `ready: http://HOST:PORT` when every node is ready.
+
+    Example: moe-runtime launch configs/demo.yaml --port 0 --set cluster.ffn_nodes=3 --ask "Why is the sky blue?"
+    """
+    from moe_runtime.config import load_config
+
+    if ask is not None and greet is not None:
+        raise ConfigError("--ask stops after the answer and --greet goes on serving; give one of them")
+    port_override = [] if port is None else [f"gateway.port={port}"]
+    config = load_config(config_path, [*(overrides or []), *port_override])
+
+    from moe_runtime.cluster.launcher import LaunchOptions
+    from moe_runtime.cluster.launcher import launch as launch_cluster
+
+    return launch_cluster(config, LaunchOptions(ask=ask, greet=greet, log_dir=log_dir))
+
+
+@app.command()
+def check(config_path: ConfigPath, overrides: Overrides = None) -> int:
+    """Read a configuration and print it whole, with every default.
+
+    Example: moe-runtime check configs/demo.yaml --set exchange.lanes=4
+    """
+    import msgspec
+    import yaml
+
+    from moe_runtime.config import load_config
+
+    config = load_config(config_path, overrides or [])
+    typer.echo(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False), nl=False)
+    return 0
+
+
+@app.command()
+def demo_model(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.")],
+    random: Annotated[
+        str | None, typer.Option(metavar="FAMILY", help="A tiny random checkpoint of this family instead, for tests.")
+    ] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="With --random: experts in fused 3-D tensors.")] = False,
+    seed: Annotated[int, typer.Option(help="Draws the router and the permutations, or the random weights.")] = 0,
+) -> int:
+    """Build a real MoE chat model offline (1.4 GB), or a tiny random checkpoint.
+
+    Example: moe-runtime demo-model --out build/models/demo
+
+    Example: moe-runtime demo-model --out build/models/tiny --random qwen3_moe --fused
+    """
+    from moe_runtime.models.demo import build_demo_model, write_random_model
+
+    if random is not None:
+        write_random_model(random, out, seed=seed, fused=fused)
+        typer.echo(f"{out}: a random {random} checkpoint")
+    elif fused:
+        raise ConfigError("--fused lays out a random checkpoint's experts; give --random FAMILY too")
+    else:
+        build_demo_model(out, seed=seed, progress=typer.echo)
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; users' mistakes become one line on stderr and exit code 2."""
+    try:
+        return app(args=arguments, prog_name="moe-runtime", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        return _refuse(f"{error.format_message()} (see moe-runtime --help)")
+    except ValueError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
