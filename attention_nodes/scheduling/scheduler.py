@@ -3,6 +3,7 @@
 Rules
 - A lane takes its share of all requests, at most max_batch_tokens tokens and max_batch_requests slices: first running
   requests with one token to go (decode), then chunks of prompts, then new requests, each group in order of arrival.
+  The oldest idle request always has a place among them.
 - A request is admitted when blocks for all its present tokens are free, and it gets them at once; later it grows
   block by block. When none is free, the youngest idle request behind it in the order is preempted: its blocks go
   back, and its KV is recomputed later from the tokens it has.
@@ -69,9 +70,10 @@ class Scheduler:
     def abort_all(self, batch: Batch) -> tuple[Request, ...]:
         """End a step that failed: its live requests are dropped with their blocks and returned."""
         alive = tuple(piece.request for piece in batch.slices if not piece.request.aborted)
+        for request in alive:
+            del self._requests[request.request_id]
         for piece in batch.slices:
             piece.request.in_flight = False
-            self._requests.pop(piece.request.request_id, None)
             self._drop(piece.request)
         return alive
 
@@ -83,11 +85,12 @@ class Scheduler:
         budget = self._config.max_batch_tokens
         slices: list[Slice] = []
         idle = [request for _, request in sorted(self._running.items()) if not request.in_flight]
-        for group in (
-            [request for request in idle if request.remaining == 1],
-            [request for request in idle if request.remaining > 1],
-        ):
-            budget = self._take_running(group, slices, budget, share)
+        decodes = [request for request in idle if request.remaining == 1]
+        chunks = [request for request in idle if request.remaining > 1]
+        # Younger decodes leave the oldest request a place, or they could keep its prompt from ever ending.
+        kept = 1 if chunks and chunks[0] is idle[0] else 0
+        budget = kept + self._take_running(decodes, slices, budget - kept, share - kept)
+        budget = self._take_running(chunks, slices, budget, share)
         self._admit(slices, budget, share)
         for piece in slices:
             piece.request.in_flight = True
