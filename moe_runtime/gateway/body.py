@@ -1,0 +1,62 @@
+"""A request's body: bounded before it is read, strict JSON, then the model. Every fault is an ApiError."""
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from moe_runtime.gateway.errors import ApiError, ClientGoneError, invalid
+from moe_runtime.gateway.fields import RequestModel, to_api_error
+
+Model = TypeVar("Model", bound=RequestModel)
+
+# A body up to this many times the limit is read and thrown away, since a client still writing would miss the answer.
+_DISCARD_FACTOR = 4
+
+
+async def parse_body(request: Request, model: type[Model], max_bytes: int) -> Model:
+    """Read and check the body. Raises ApiError 400, 413 or 415, and ClientGoneError."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(415, "the content type must be application/json")
+    try:
+        body = await _read(request, max_bytes)
+    except ClientDisconnect as error:
+        raise ClientGoneError("while sending its request") from error
+    try:
+        return model.model_validate(_strict_json(body))
+    except ValidationError as error:
+        raise to_api_error(error) from error
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes * _DISCARD_FACTOR:
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes * _DISCARD_FACTOR:
+            raise _too_large(max_bytes)
+        if size > max_bytes:
+            chunks.clear()
+        else:
+            chunks.append(chunk)
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes (gateway.max_body_bytes)")
+
+
+def _strict_json(body: bytes) -> Any:
+    """RFC 8259: no NaN or Infinity, no lone surrogates, bounded nesting."""
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"the body is not valid JSON: {error}") from error

@@ -1,0 +1,48 @@
+"""What can go wrong with a request, as the status and body that OpenAI's clients understand."""
+
+from typing import Any
+
+from moe_runtime.protocol.messages import RequestFailed
+
+_KINDS = {"invalid": 400, "overloaded": 503, "internal": 500}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "internal_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the field at fault, `code` is a word that programs can test."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGoneError(ConnectionError):
+    """The client closed its connection; nobody will read an answer."""
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400: the request itself is wrong."""
+    return ApiError(400, message, param, code)
+
+
+def from_engine(failure: RequestFailed) -> ApiError:
+    """The status that fits an engine's refusal."""
+    return ApiError(_KINDS[failure.kind], failure.message, code=failure.kind)
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """repr of a client's value, cut so that no error message repeats a whole body."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

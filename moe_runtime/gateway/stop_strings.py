@@ -1,0 +1,65 @@
+"""Stop strings: cut a stream of text exactly before the first one, and never send a beginning of one."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Matches any of several stop strings over pieces of text, in constant work per character (Knuth-Morris-Pratt).
+
+    The string that is complete first wins; of those that end together, the longest. So the cut does not depend on how
+    the text is divided.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._patterns = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)
+        self._held = ""
+        self.hit = False
+
+    def push(self, piece: str) -> str:
+        """The text that is safe to send now. Once `hit` is true the text is over, and nothing more may be pushed."""
+        assert not self.hit, "text after a stop string"
+        if not self._patterns:
+            return piece
+        text = self._held + piece
+        for position in range(len(self._held), len(text)):
+            stop_length = self._advance(text[position])
+            if stop_length:
+                self.hit = True
+                self._held = ""
+                return text[: position + 1 - stop_length]
+        sendable = len(text) - max(self._matched)
+        self._held = text[sendable:]
+        return text[:sendable]
+
+    def finish(self) -> str:
+        """The held beginning of a stop string that never came."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> int:
+        """Feed one character; the length of the longest stop string that it completes, or 0."""
+        complete = 0
+        for index, (stop, borders) in enumerate(self._patterns):
+            matched = self._matched[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+            self._matched[index] = matched
+            if matched == len(stop):
+                complete = max(complete, matched)
+        return complete
+
+
+def _borders(pattern: str) -> list[int]:
+    """Per prefix of the pattern, the length of its longest proper beginning that is also its end."""
+    borders = [0] * len(pattern)
+    length = 0
+    for position in range(1, len(pattern)):
+        while length and pattern[length] != pattern[position]:
+            length = borders[length - 1]
+        if pattern[length] == pattern[position]:
+            length += 1
+        borders[position] = length
+    return borders

@@ -1,0 +1,50 @@
+"""The model's tokenizer and chat template. Importing transformers takes seconds, so it happens when one is loaded."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.gateway.errors import invalid
+
+
+class TextTokenizer:
+    """Text to token ids and back, by the checkpoint's own files. All methods may run in any thread.
+
+    silent_ids: special tokens, which have no text. Raises CheckpointError if the directory has no fast tokenizer.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{model_dir}: no tokenizer could be loaded: {error}") from error
+        if not tokenizer.is_fast:
+            raise CheckpointError(f"{model_dir}: a tokenizer.json is needed, found only {type(tokenizer).__name__}")
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = tokenizer.added_tokens_decoder.items()
+        self.silent_ids = frozenset(token for token, entry in added if entry.special)
+
+    def encode(self, text: str, special_tokens: bool) -> list[int]:
+        """special_tokens: also what the tokenizer adds around every text, such as a begin-of-text token."""
+        return self._backend.encode(text, add_special_tokens=special_tokens).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Bytes that are no character become U+FFFD; ids beyond the vocabulary have no text; nothing is cleaned up."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The chat template's text, up to where the assistant's answer begins. Raises ApiError 400 if it refuses."""
+        if not self._tokenizer.chat_template:
+            raise invalid("this model has no chat template; use /v1/completions", "messages")
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise invalid(f"the chat template refuses these messages: {error}", "messages") from error
