@@ -3,9 +3,9 @@
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from moe_runtime.cluster.membership import Membership
+from moe_runtime.cluster.membership import Member, Membership, Stage
 
 
 def say(console: Console, line: str) -> None:
@@ -18,7 +18,8 @@ class LoadingDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._said: dict[str, str] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._milestones: dict[str, tuple[Stage, int]] = {}
         self._bars: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("{task.fields[node]:9}"), BarColumn(), TextColumn("{task.description}"))
@@ -26,21 +27,24 @@ class LoadingDisplay:
 
     def show(self, membership: Membership) -> None:
         """Bring the display up to date."""
-        for name, member in membership.members.items():
+        for member in membership.members.values():
             if self._bars:
-                self._move_bar(name, member.fraction, member.what)
-            elif self._said.get(name) != member.what:
-                say(self._console, f"{name}: {member.what}")
-            self._said[name] = member.what
+                self._move_bar(self._bars, member)
+            else:
+                self._tell_milestone(member)
 
-    def _move_bar(self, name: str, fraction: float, what: str) -> None:
-        assert self._bars is not None
-        names = list(self._said)
-        if name not in names:
-            self._bars.add_task(what, total=1.0, node=name)
-            names.append(name)
-        task = self._bars.tasks[names.index(name)]
-        self._bars.update(task.id, completed=fraction, description=what)
+    def _move_bar(self, bars: Progress, member: Member) -> None:
+        name = member.plan.name
+        if name not in self._tasks:
+            self._tasks[name] = bars.add_task(member.what, total=1.0, node=name)
+        bars.update(self._tasks[name], completed=member.fraction, description=member.what)
+
+    def _tell_milestone(self, member: Member) -> None:
+        """A line for each stage and each quarter of loading."""
+        name, milestone = member.plan.name, (member.stage, int(member.fraction * 4))
+        if self._milestones.get(name) != milestone:
+            self._milestones[name] = milestone
+            say(self._console, f"{name}: {member.what} ({member.fraction:.0%})")
 
     def __enter__(self) -> "LoadingDisplay":
         if self._bars:

@@ -78,6 +78,8 @@ def start(tmp_path: Path) -> Iterator[Launcher]:
     for launch in launches:
         launch.process.kill()
         launch.process.communicate()
+        for node in launch.living():
+            os.kill(int((launch.pid_dir / node).read_text()), signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
