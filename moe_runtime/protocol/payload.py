@@ -63,7 +63,9 @@ def error_text(frame: Frame) -> str:
 
 def error_reply(request: Header, message: str) -> tuple[Header, list[Tensor]]:
     """The ERROR answer to a request: the request's own header fields, so that the sender recognises it."""
-    part = torch.frombuffer(bytearray(message.encode("utf-8") or b"?"), dtype=torch.uint8)
+    text = message.encode("utf-8") or b"?"
+    # A transport leaves padding as it finds it, so the text brings its own zeros.
+    part = torch.frombuffer(bytearray(text.ljust(aligned(len(text)), b"\0")), dtype=torch.uint8)
     return replace(request, kind=Kind.ERROR, payload_bytes=payload_size([part])), [part]
 
 

@@ -27,6 +27,8 @@ from moe_runtime.transport.raw import copy_in
 
 _TAG_MASK = 0x7FFFFFFF
 _POLL_S = 0.0005
+# Work.wait counts whole milliseconds and takes 0 for the group's default.
+_SHORTEST_WAIT_S = 0.001
 
 
 class Group(Protocol):
@@ -81,7 +83,7 @@ class GroupPlane(PayloadPlane):
         deadline = time.monotonic() + self._close_timeout_s
         with contextlib.suppress(LinkClosedError, LinkTimeoutError):
             while self._sending and not _hung_up(self._sock):
-                self._finish_oldest(max(deadline - time.monotonic(), _POLL_S))
+                self._finish_oldest(deadline - time.monotonic())
         self._release(finished=not self._sending)
         self._sending.clear()
         del self._out, self._in
@@ -208,6 +210,7 @@ def _warm_up(pair: Sequence[Group], rank: int) -> None:
 
 
 def _wait(work: dist.Work, timeout_s: float, what: str) -> None:
+    timeout_s = max(timeout_s, _SHORTEST_WAIT_S)
     deadline = time.monotonic() + timeout_s
     try:
         work.wait(timedelta(seconds=timeout_s))

@@ -80,7 +80,8 @@ class RingPlane(PayloadPlane):
 
     def take(self, mark: int, size: int) -> Tensor:
         place = mark % self._capacity
-        if mark < self._read or place + size > self._capacity:
+        # A writer is less than one ring ahead, or two where it started an empty ring over.
+        if not self._read <= mark < self._read + 2 * self._capacity or place + size > self._capacity:
             raise ProtocolError(
                 f"ring position mismatch: the message says {size} bytes at {mark}, "
                 f"this node has read up to {self._read} in a ring of {self._capacity}"
@@ -123,10 +124,12 @@ class RingPlane(PayloadPlane):
                 raise LinkTimeoutError(f"the peer took no payload for {self._timeout_s} s and its ring is full")
 
 
-def send_with_memory(sock: socket.socket, data: bytes, fd: int | None) -> None:
-    """Send all bytes, the descriptor (if any) with the first of them."""
-    sent = socket.send_fds(sock, [data], [fd]) if fd is not None else 0
-    sock.sendall(data[sent:])
+def send_with_memory(sock: socket.socket, data: bytes, fd: int) -> None:
+    """Send all bytes, the descriptor with the first of them."""
+    rest = data[socket.send_fds(sock, [data], [fd]) :]
+    # The peer may have answered and hung up already: then even an empty send would fail.
+    if rest:
+        sock.sendall(rest)
 
 
 def receive_with_memory(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
