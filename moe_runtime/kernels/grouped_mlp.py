@@ -1,68 +1,79 @@
 """The experts' MLP for unquantized weights: each token through its experts, on the CPU or any torch device.
 
-Legend: T tokens, K picks of a token, H hidden, N experts in a bank, I intermediate, R rows (picks that are here),
-sorted by expert.
+Legend: T tokens, K picks of a token, H hidden, N experts in a bank, I intermediate, R rows (the picks that are here,
+sorted by expert), C inputs and D outputs of a product.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.kernels.linear import linear, pack
+
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """Same-sized experts of one layer, stacked and contiguous: gate rows then up rows, and down."""
+    """Same-sized experts of one layer: gate rows then up rows [N, 2I, H], and down [N, H, I].
 
-    gate_up_N2IH: Tensor
-    down_NHI: Tensor
+    Either stacked tensors, or after `packed` one packed tensor per expert.
+    """
+
+    gate_up_N2IH: Tensor | tuple[Tensor, ...]
+    down_NHI: Tensor | tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        experts, rows, hidden = self.gate_up_N2IH.shape
-        if self.down_NHI.shape != (experts, hidden, rows // 2):
-            raise ValueError(
-                f"gate_up has shape {list(self.gate_up_N2IH.shape)}, so down must have {[experts, hidden, rows // 2]}, "
-                f"not {list(self.down_NHI.shape)}"
-            )
+        rows, hidden = self.gate_up_N2IH[0].shape
+        found, expected = (len(self.down_NHI), *self.down_NHI[0].shape), (len(self.gate_up_N2IH), hidden, rows // 2)
+        if found != expected:
+            raise ValueError(f"down has shape {list(found)}: gate_up asks for {list(expected)}")
+
+    def packed(self) -> "ExpertBank":
+        """The same experts in the layout that is fastest on this device; the stacked tensors can then be let go."""
+        return ExpertBank(
+            tuple(pack(self.gate_up_N2IH[expert]) for expert in range(len(self.gate_up_N2IH))),
+            tuple(pack(self.down_NHI[expert]) for expert in range(len(self.down_NHI))),
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.gate_up_N2IH.nbytes + self.down_NHI.nbytes
+        return sum(_bytes(stack) for stack in (self.gate_up_N2IH, self.down_NHI))
+
+
+def _bytes(stack: Tensor | Sequence[Tensor]) -> int:
+    return len(stack) * stack[0].numel() * stack[0].element_size()
 
 
 def grouped_mlp(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, bank: ExpertBank) -> Tensor:
     """Sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert slots[t, k] of the bank, [T, H] in x's dtype.
 
     slots_TK: integers, indices into the bank, -1 for a pick that is not here. A token's terms are added in ascending
-    order of expert, whatever else is in the batch.
+    order of expert, whatever else is in the batch; with a packed bank each term is also the same in any batch.
     """
-    order_R, counts = _rows_by_expert(slots_TK, len(bank.gate_up_N2IH))
+    order_R, counts_N = _rows_by_expert(slots_TK, len(bank.gate_up_N2IH))
     token_R = order_R // slots_TK.shape[1]
-    gate_up_R2I = _per_expert(x_TH[token_R], counts, bank.gate_up_N2IH)
-    gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
-    out_RH = _per_expert(F.silu(gate_RI) * up_RI, counts, bank.down_NHI)
+    y_TH = torch.zeros_like(x_TH)
+    if not len(token_R):
+        return y_TH
+    gate_RI, up_RI = _per_expert(x_TH[token_R], counts_N, bank.gate_up_N2IH).chunk(2, dim=-1)
+    out_RH = _per_expert(F.silu(gate_RI).mul_(up_RI), counts_N, bank.down_NHI)
     out_RH *= weights_TK.flatten()[order_R, None].to(out_RH.dtype)
-    return torch.zeros_like(x_TH).index_add_(0, token_R, out_RH)
+    return y_TH.index_add_(0, token_R, out_RH)
 
 
 def _rows_by_expert(slots_TK: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """(flat positions in slots_TK sorted by expert, tokens in order; rows of each expert), without the picks of -1."""
+    """(positions in flattened slots_TK by expert, tokens in order; each expert's number of them), -1 left out."""
     flat = slots_TK.flatten().long() + 1
-    absent, *counts = torch.bincount(flat, minlength=experts + 1).tolist()
-    assert len(counts) == experts, f"slot {len(counts) - 1} of a bank of {experts}"
-    return flat.argsort(stable=True)[absent:], counts
+    absent, *counts_N = torch.bincount(flat, minlength=experts + 1).tolist()
+    assert len(counts_N) == experts, f"slot {len(counts_N) - 1} of a bank of {experts}"
+    return flat.argsort(stable=True)[absent:], counts_N
 
 
-def _per_expert(x_RC: Tensor, counts: list[int], weights_NDC: Tensor) -> Tensor:
-    out_RD = x_RC.new_empty(len(x_RC), weights_NDC.shape[1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            rows = slice(start, start + count)
-            torch.mm(x_RC[rows], weights_NDC[expert].T, out=out_RD[rows])
-            start += count
-    return out_RD
+def _per_expert(x_RC: Tensor, counts_N: list[int], weights_NDC: Tensor | tuple[Tensor, ...]) -> Tensor:
+    pieces = enumerate(x_RC.split(counts_N))
+    return torch.cat([linear(x_BC, weights_NDC[expert]) for expert, x_BC in pieces if len(x_BC)])
 
 
 def grouped_mlp_reference(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, bank: ExpertBank) -> Tensor:
@@ -71,7 +82,11 @@ def grouped_mlp_reference(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, ba
     for token, slots_K in enumerate(slots_TK.tolist()):
         for pick, slot in enumerate(slots_K):
             if slot >= 0:
-                gate_I, up_I = (bank.gate_up_N2IH[slot] @ x_TH[token]).chunk(2)
-                out_H = bank.down_NHI[slot] @ (F.silu(gate_I) * up_I)
+                gate_I, up_I = (_plain(bank.gate_up_N2IH[slot]) @ x_TH[token]).chunk(2)
+                out_H = _plain(bank.down_NHI[slot]) @ (F.silu(gate_I) * up_I)
                 y_TH[token] += out_H * weights_TK[token, pick].to(out_H.dtype)
     return y_TH
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.to_dense() if weight.is_mkldnn else weight

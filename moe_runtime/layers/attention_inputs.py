@@ -4,9 +4,9 @@ Legend: T tokens, H hidden, A heads, G KV heads, D head dimension, Q = A * D, P 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.kernels.linear import linear
 from moe_runtime.layers.norm import rms_norm
 from moe_runtime.layers.rope import apply_rope
 from moe_runtime.models.spec import ModelSpec
@@ -21,7 +21,7 @@ def project_qkv(
     cos_TD and sin_TD come from RotaryTable. The three are views of fewer tensors: copy before keeping one for long.
     """
     heads, kv_heads = spec.heads, spec.kv_heads
-    qkv_TP = F.linear(x_TH, weights.qkv_PH, weights.qkv_bias_P)
+    qkv_TP = linear(x_TH, weights.qkv_PH, weights.qkv_bias_P)
     if spec.qk_norm == "full":
         qkv_TP = _norm_projections(qkv_TP, weights, spec)
     if spec.qkv_clip is not None:
@@ -36,7 +36,7 @@ def project_qkv(
 
 def project_output(o_TQ: Tensor, weights: AttentionLayerWeights) -> Tensor:
     """Attention's concatenated heads [T, Q] to hidden states [T, H]."""
-    return F.linear(o_TQ, weights.o_HQ, weights.o_bias_H)
+    return linear(o_TQ, weights.o_HQ, weights.o_bias_H)
 
 
 def _norm_projections(qkv_TP: Tensor, weights: AttentionLayerWeights, spec: ModelSpec) -> Tensor:

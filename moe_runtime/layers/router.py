@@ -4,9 +4,9 @@ Legend: T tokens, H hidden, E routed experts, K picks of a token (top_k, then th
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.kernels.linear import linear
 from moe_runtime.models.spec import FfnSpec, ModelSpec
 from moe_runtime.models.weights import AttentionLayerWeights
 
@@ -20,7 +20,7 @@ def route(x_TH: Tensor, weights: AttentionLayerWeights, spec: ModelSpec, ffn: Ff
     if not ffn.routed:
         return _always(x_TH, ffn), _always_weight(x_TH, weights)
     assert weights.router_EH is not None
-    logits_TE = F.linear(x_TH, weights.router_EH)
+    logits_TE = linear(x_TH, weights.router_EH)
     if spec.router == "topk_softmax":
         top_TK, experts_TK = logits_TE.topk(ffn.top_k, dim=-1)
         weights_TK = top_TK.softmax(dim=-1)
@@ -41,4 +41,4 @@ def _always(x_TH: Tensor, ffn: FfnSpec) -> Tensor:
 def _always_weight(x_TH: Tensor, weights: AttentionLayerWeights) -> Tensor:
     if weights.shared_gate_1H is None:
         return torch.ones(len(x_TH), 1, dtype=torch.float32, device=x_TH.device)
-    return F.linear(x_TH, weights.shared_gate_1H).sigmoid_()
+    return linear(x_TH, weights.shared_gate_1H).sigmoid_()

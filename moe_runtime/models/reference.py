@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.kernels.linear import linear
 from moe_runtime.layers.attention_inputs import project_output, project_qkv
 from moe_runtime.layers.norm import rms_norm
 from moe_runtime.layers.rope import RotaryTable
@@ -31,7 +32,7 @@ def reference_logits(token_ids_T: Tensor, spec: ModelSpec, attention: AttentionW
         normed_TH = rms_norm(x_TH, weights.post_norm_H, spec.norm_eps)
         x_TH = x_TH + _experts(normed_TH, weights, spec, layer, index, expert) * spec.residual_scale
     x_TH = rms_norm(x_TH, attention.final_norm_H, spec.norm_eps)
-    return F.linear(x_TH, attention.lm_head_VH) / spec.logits_divisor
+    return linear(x_TH, attention.lm_head_VH) / spec.logits_divisor
 
 
 def _attend(
