@@ -28,9 +28,8 @@ from moe_runtime.transport.connect import connect
 
 def serve(node: NodeContext, controller: ControllerClient) -> None:
     checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
-    peers = controller.wait_peers().ffn if node.config.cluster.ffn_nodes else ()
     weights = checkpoint.attention_weights(node.dtype, controller.progress)
-    links = _connect(node, peers)
+    links = _connect(node, controller.wait_peers().ffn) if node.config.cluster.ffn_nodes else {}
     experts = _experts(node, checkpoint, links, controller)
     # Experts in this process leave nothing to overlap.
     lanes = node.config.exchange.lanes if links else 1

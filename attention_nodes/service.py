@@ -28,6 +28,8 @@ class RequestSocket:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.linger = 1000
+        # A ROUTER drops messages beyond its mark without a word; a token must never be lost to a gateway's stall.
+        self.socket.set_hwm(0)
         self.endpoint = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
 
     def receive(self) -> list[tuple[bytes, messages.ToAttention]]:

@@ -139,11 +139,10 @@ class Scheduler:
             request = self._waiting[0]
             needed = self._pool.blocks_for(len(request.tokens))
             # One block of room for each running request: else a preempted one comes back only to be preempted again.
-            if needed + len(self._running) > self._pool.free and self._running:
+            if needed + len(self._running) > self._pool.free:
                 return
             blocks = self._pool.allocate(needed)
-            if blocks is None:
-                return
+            assert blocks is not None
             self._waiting.popleft()
             request.blocks = blocks
             self._running[request.order] = request

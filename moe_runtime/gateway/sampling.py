@@ -32,7 +32,7 @@ def sampling_params(
         top_p=request.top_p,
         min_p=request.min_p,
         seed=int.from_bytes(os.urandom(8), "big", signed=True) if request.seed is None else request.seed,
-        stop_token_ids=limits.eos_ids,
+        stop_token_ids=() if request.ignore_eos else limits.eos_ids,
     )
 
 

@@ -22,7 +22,6 @@ _NOT_YET: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
@@ -124,6 +123,7 @@ class GenerationRequest(RequestModel):
     min_p: Fraction = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop = ()
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None

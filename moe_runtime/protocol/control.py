@@ -1,7 +1,7 @@
 """Messages between the controller and every other process (ZeroMQ: the controller binds a ROUTER, nodes connect DEALERs).
 
-Start-up: Hello -> Welcome; FFN nodes load and answer Listening; then attention nodes get Peers, load, link and answer
-Serving; then the gateway gets Peers with their request addresses and answers Serving with its URL. The cluster is ready
+Start-up: Hello -> Welcome; all nodes load at once; FFN nodes answer Listening; then attention nodes get Peers, link and
+answer Serving; then the gateway gets Peers with their request addresses and answers Serving with its URL. The cluster is ready
 when every process has said Serving. Afterwards: Heartbeat up, ClusterStats down to the gateway, Shutdown down.
 """
 

@@ -125,7 +125,7 @@ def test_images_are_refused_by_name(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("n", 2), ("n", True), ("logit_bias", {"1": 5}), ("presence_penalty", 0.5), ("min_tokens", 3), ("best_of", 2),
-     ("stop_token_ids", [1]), ("ignore_eos", True), ("echo", True), ("logprobs", 1), ("use_beam_search", True),
+     ("stop_token_ids", [1]), ("echo", True), ("logprobs", 1), ("use_beam_search", True),
      ("response_format", {"type": "json_object"}), ("repetition_penalty", 1.1), ("skip_special_tokens", False)],
 )  # fmt: skip
 def test_known_fields_not_there_yet_are_refused_by_name(cluster: Cluster, field: str, value: Any) -> None:
