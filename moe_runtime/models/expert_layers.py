@@ -95,6 +95,6 @@ def _load_layer(
         for position, slot in enumerate(members):
             checkpoint.read_expert(layer, int(placed.expert_of_slot_S[slot]), gate_up[position], down[position])
             table[slot] = position
-        banks.append(ExpertBank(gate_up, down))
+        banks.append(ExpertBank(gate_up, down).packed())
         tables.append(table)
     return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S)
