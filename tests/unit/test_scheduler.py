@@ -4,6 +4,7 @@ The state machine keeps its own KV cache of (request, position) marks, written a
 two requests share, a position that is skipped or computed twice, or blocks freed under a running step show up there.
 """
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -41,7 +42,7 @@ def make_scheduler(
 def next_token(request: Request) -> int:
     """The model: a token that depends on the request and the position alone; now and then a stop token."""
     token = (request.order * 7 + len(request.tokens) * 13) % VOCAB
-    return STOP if token % 11 == 0 else token
+    return STOP if token == 17 else token
 
 
 def scheduled(scheduler: Scheduler) -> Batch:
@@ -75,11 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Submits, schedules, completes, aborts and fails steps in any order on a tiny pool."""
 
     @initialize(
-        blocks=st.integers(1, 10),
-        block_size=st.integers(1, 4),
-        lanes=st.integers(1, 4),
-        tokens=st.integers(1, 9),
-        requests=st.integers(1, 5),
+        blocks=st.integers(6, 20),
+        block_size=st.sampled_from((1, 2, 4)),
+        lanes=st.sampled_from((1, 2, 4)),
+        tokens=st.sampled_from((9, 5, 3, 1)),
+        requests=st.sampled_from((5, 3, 1)),
     )
     def set_up(self, blocks: int, block_size: int, lanes: int, tokens: int, requests: int) -> None:
         self.max_tokens, self.max_requests, self.max_waiting = tokens, requests, 8
@@ -95,7 +96,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tracked(self, request: Request) -> Tracked:
         return self.all[request.order]
 
-    @rule(prompt=st.integers(1, 14), max_tokens=st.integers(1, 8), reuse=st.booleans())
+    @rule(sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 14)), min_size=2, max_size=6), reuse=st.booleans())
+    def submit_all(self, sizes: list[tuple[int, int]], reuse: bool) -> None:
+        for prompt, max_tokens in sizes:
+            self.submit(prompt, max_tokens, reuse)
+
     def submit(self, prompt: int, max_tokens: int, reuse: bool) -> None:
         order = len(self.all)
         in_use = {tracked.request.request_id for tracked in self.live}
@@ -141,6 +146,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not piece.request.in_flight
             assert not (self.tracked(piece.request).ended and piece.request.blocks)
 
+    @rule(steps=st.integers(3, 12), kept=st.integers(0, 4))
+    def run(self, steps: int, kept: int) -> None:
+        """Several steps of all lanes, of which some stay in flight: deep states that single rules rarely reach."""
+        for step in range(steps):
+            for lane in range(len(self.lanes)):
+                self.schedule(lane)
+                self.blocks_are_conserved()
+            for lane in range(len(self.lanes)):
+                if (lane + step) % 5 != kept:
+                    self.complete(lane)
+                    self.blocks_are_conserved()
+
     @rule(lane=st.integers(0, 3))
     def fail(self, lane: int) -> None:
         if (batch := self.lanes[lane % len(self.lanes)]) is None:
@@ -155,7 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.all)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        tracked = data.draw(st.sampled_from(self.all[-12:]))
+        self.abort_one(data.draw(st.sampled_from(self.all[-12:])))
+
+    def abort_one(self, tracked: Tracked) -> None:
         same_id = [other for other in self.live if other.request.request_id == tracked.request.request_id]
         assert self.scheduler.abort(tracked.request.request_id) == bool(same_id)
         for victim in same_id:
@@ -244,8 +263,32 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_long_runs_under_pressure_keep_the_same_laws(seed: int) -> None:
+    """The machine's rules in a random order that keeps the pool full, so that most requests are preempted."""
+    dice, machine = random.Random(seed), SchedulerMachine()
+    machine.set_up(blocks=34, block_size=1, lanes=seed % 4 + 1, tokens=dice.randint(3, 12), requests=8)
+    for _ in range(400):
+        lane = dice.randrange(4)
+        match dice.choices(("submit", "schedule", "complete", "abort", "fail"), (15, 50, 50, 2, 1))[0]:
+            case "submit":
+                machine.submit(dice.randint(1, 6), dice.randint(12, 29), dice.random() < 0.2)
+            case "schedule":
+                machine.schedule(lane)
+            case "complete":
+                machine.complete(lane)
+            case "abort" if machine.all:
+                machine.abort_one(dice.choice(machine.all[-12:]))
+            case "fail":
+                machine.fail(lane)
+        machine.blocks_are_conserved()
+        machine.counts_are_true()
+    assert machine.scheduler.preemptions > 0
+    machine.teardown()
 
 
 def test_lanes_share_the_requests_evenly() -> None:
