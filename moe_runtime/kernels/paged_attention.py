@@ -27,10 +27,14 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Decode rows of similar length. rows_Q is None when the group is all decode rows in order."""
+    """Decode rows of similar length. rows_Q is None when the group is all decode rows in order.
+
+    unwritten: gathered slots, counted over all Q * S, that hold whatever a former owner of the block left there.
+    """
 
     rows_Q: Tensor | None
     blocks_QW: Tensor
+    unwritten: Tensor
     # Per sliding window: 0 where a row may look, -inf elsewhere; [G * Q, R, S].
     masks: dict[int | None, Tensor]
 
@@ -147,7 +151,19 @@ def _decode_group(
         expanded = mask_QS.view(1, len(rows), 1, -1).expand(kv_heads, -1, heads // kv_heads, -1)
         masks[window] = expanded.reshape(kv_heads * len(rows), heads // kv_heads, -1)
     everyone = len(rows) == decode_rows
-    return DecodeGroup(None if everyone else torch.tensor(rows, device=device), blocks_QW, masks)
+    unwritten = torch.tensor(_unwritten(lengths, width, block_size), dtype=torch.int64, device=device)
+    return DecodeGroup(None if everyone else torch.tensor(rows, device=device), blocks_QW, unwritten, masks)
+
+
+def _unwritten(lengths: Sequence[int], width: int, block_size: int) -> list[int]:
+    """The end of each row's last block, and of the copies of it that pad the table of a row with one block."""
+    slots: list[int] = []
+    for row, length in enumerate(lengths):
+        first = row * width * block_size
+        filled = -(-length // block_size)
+        for block in range(filled - 1, width if filled == 1 else filled):
+            slots += range(first + block * block_size + (length - 1) % block_size + 1, first + (block + 1) * block_size)
+    return slots
 
 
 def _chunk(
@@ -184,8 +200,14 @@ def _decode(
     rows, heads, dim = q_QAD.shape
     kv_heads, _, block_size, _ = keys_GNBD.shape
     flat_blocks, tokens = group.blocks_QW.view(-1), group.blocks_QW.shape[1] * block_size
-    k = keys_GNBD.index_select(1, flat_blocks).view(kv_heads * rows, tokens, dim)
-    v = values_GNBD.index_select(1, flat_blocks).view(kv_heads * rows, tokens, dim)
+    k, v = (
+        # A masked score has probability 0, but 0 * NaN is NaN: what is left in a block must not reach its next owner.
+        pool_GNBD.index_select(1, flat_blocks)
+        .view(kv_heads, rows * tokens, dim)
+        .index_fill_(1, group.unwritten, 0.0)
+        .view(kv_heads * rows, tokens, dim)
+        for pool_GNBD in (keys_GNBD, values_GNBD)
+    )
     q = q_QAD.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * rows, -1, dim)
     scores = torch.baddbmm(group.masks[window], q, k.transpose(1, 2), alpha=scale)
     out = torch.bmm(scores.softmax(-1), v)
