@@ -129,7 +129,7 @@ class Scheduler:
             if request.order not in self._running:
                 continue  # preempted a moment ago, for an older one
             count = min(request.remaining, budget)
-            if self._grow(request, request.computed + count, slices):
+            if self._grow(request, request.computed + count):
                 slices.append(Slice(request, request.computed, count))
                 budget -= count
         return budget
@@ -150,19 +150,17 @@ class Scheduler:
             slices.append(Slice(request, 0, count))
             budget -= count
 
-    def _grow(self, request: Request, tokens: int, slices: list[Slice]) -> bool:
-        """Give the request blocks for this many tokens, preempting younger idle ones; False when it has to wait."""
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Give the request blocks for this many tokens, preempting younger idle ones; False when it has to wait.
+
+        Only decodes grow, older ones first, so nobody who gives way has a place in the batch already.
+        """
         missing = self._pool.blocks_for(tokens) - len(request.blocks)
         if missing <= 0:
             return True
-        chosen = {piece.request.order for piece in slices}
         while (blocks := self._pool.allocate(missing)) is None:
             victim = max(
-                (
-                    other
-                    for other in self._running.values()
-                    if other.order > request.order and not other.in_flight and other.order not in chosen
-                ),
+                (other for other in self._running.values() if other.order > request.order and not other.in_flight),
                 key=lambda other: other.order,
                 default=None,
             )

@@ -184,7 +184,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def take_batch(self) -> Batch | None:
         idle = [t.request for t in self.live if t.request.blocks and not t.request.in_flight]
+        waiting = [t.request for t in self.live if not t.request.blocks]
         batch = self.scheduler.schedule()
+        self.check_seniority(idle, waiting)
         if batch is None:
             assert not self.live or any(self.lanes), "requests exist, nothing is in flight, and nothing was scheduled"
         else:
@@ -218,6 +220,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def slot(self, request: Request, position: int) -> int:
         size = self.pool.block_size
         return request.blocks[position // size] * size + position % size
+
+    def check_seniority(self, idle: list[Request], waiting: list[Request]) -> None:
+        """Of those that could give way the youngest did; of those that waited the oldest came in, and only where the
+        others keep a block of room each.
+        """
+        assert [r.order for r in idle if not r.blocks] == [r.order for r in idle][sum(bool(r.blocks) for r in idle) :]
+        admitted = [request.order for request in waiting if request.blocks]
+        assert admitted == [request.order for request in waiting][: len(admitted)]
+        assert not admitted or self.pool.free >= self.scheduler.running - 1
 
     def check_oldest(self, oldest: Request, batch: Batch | None) -> None:
         """It runs, unless it needs a block and all that it could take one from is in flight."""
@@ -271,7 +282,7 @@ TestSchedulerMachine.settings = settings(
 def test_long_runs_under_pressure_keep_the_same_laws(seed: int) -> None:
     """The machine's rules in a random order that keeps the pool full, so that most requests are preempted."""
     dice, machine = random.Random(seed), SchedulerMachine()
-    machine.set_up(blocks=34, block_size=1, lanes=seed % 4 + 1, tokens=dice.randint(3, 12), requests=8)
+    machine.set_up(blocks=34, block_size=1, lanes=seed % 4 + 1, tokens=dice.randint(3, 12), requests=4 + seed % 5)
     for _ in range(400):
         lane = dice.randrange(4)
         match dice.choices(("submit", "schedule", "complete", "abort", "fail"), (15, 50, 50, 2, 1))[0]:
