@@ -15,8 +15,9 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_BITS = 53
-# Largest difference of two Gumbel draws from 53-bit uniforms: candidates further than this below the best never win.
+# With 53 bits the largest uniform, half a step below 1, would round to 1 and its Gumbel draw to infinity.
+_BITS = 52
+# Largest difference of two Gumbel draws from 52-bit uniforms: candidates further than this below the best never win.
 GUMBEL_SPAN = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1)))) + math.log((_BITS + 1) * math.log(2))
 
 

@@ -19,6 +19,7 @@ from attention_nodes.scheduling.request import Request
 
 # Sorting the whole vocabulary costs 40 times as much as taking the best thousand, which nearly always hold top_p.
 _FIRST_CANDIDATES = 1024
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class SamplingBatch:
         params = [request.sampling for _, request in drawing]
         return cls(
             torch.tensor([row for row, _ in drawing], device=device),
-            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            # A temperature that float32 rounds to 0 would give 0 / 0.
+            torch.tensor([max(p.temperature, _LEAST_TEMPERATURE) for p in params], dtype=torch.float32, device=device),
             torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
             torch.tensor([draw_key(r.sampling.seed, len(r.tokens)) for _, r in drawing], device=device),
         )
@@ -94,9 +96,12 @@ def _filter_sorted(scaled_PV: Tensor, width: int, batch: SamplingBatch) -> Tenso
     last_P = (batch.top_k_P.clamp(max=width) - 1).unsqueeze(1)
     kth_P1 = top_PC.gather(1, last_P)
     in_top_k_PC = top_PC >= kth_P1
-    # What top-p is a share of: the whole row, or what top-k left.
-    total_P = torch.where(unlimited_P, scaled_PV.exp().sum(-1), (top_PC.exp() * in_top_k_PC).sum(-1))
-    before_PC = (top_PC.exp().cumsum(-1) - top_PC.exp()) / total_P.unsqueeze(1)
+    # What top-p is a share of: the whole row, or what top-k left of it. Summed in float64 over the row itself, so that
+    # neither the width, which other rows may widen, nor rounding moves a boundary.
+    cut_PV = scaled_PV < kth_P1.masked_fill(unlimited_P.unsqueeze(1), float("-inf"))
+    total_P = scaled_PV.exp().masked_fill_(cut_PV, 0.0).sum(-1, dtype=torch.float64)
+    weight_PC = top_PC.exp().double()
+    before_PC = (weight_PC.cumsum(-1) - weight_PC) / total_P.unsqueeze(1)
     inside_PC = in_top_k_PC & ((before_PC < batch.top_p_P.unsqueeze(1)) | (batch.top_p_P >= 1).unsqueeze(1))
     inside_PC[:, 0] = True
     if width < vocab:
