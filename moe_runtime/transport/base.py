@@ -43,20 +43,26 @@ class Link(ABC):
     def send(self, header: Header, parts: Sequence[Tensor]) -> None:
         """Send a header with header.payload_bytes == payload_size(parts); the parts may be reused on return.
 
-        Raises LinkClosedError when the peer is gone, LinkTimeoutError when it takes nothing for the link's timeout,
-        ValueError when the payload exceeds the agreed max_payload_bytes.
+        Raises LinkClosedError when the peer is gone, LinkTimeoutError when it makes no room within
+        exchange.reply_timeout_s, ValueError when the payload exceeds the agreed max_payload_bytes or is not the
+        header's. After a LinkTimeoutError the link can only be closed.
         """
 
     @abstractmethod
     def receive(self) -> Frame | None:
         """The next whole frame, or None when none is here yet; never waits for a frame to begin.
 
-        Raises LinkClosedError when the peer is gone, ProtocolError when the bytes are no valid frame.
+        Between hosts a frame that has begun is waited for, at most exchange.reply_timeout_s (LinkTimeoutError).
+        Raises LinkClosedError when the peer is gone, ProtocolError when the bytes are no valid frame; afterwards the
+        link can only be closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; the peer notices. Never raises, may be called twice."""
+        """Release everything; the peer notices, after the frames that were sent. Never raises, may be called twice.
+
+        Between hosts it waits up to exchange.close_timeout_s for frames under way that the peer has not read.
+        """
 
 
 class Listener(ABC):

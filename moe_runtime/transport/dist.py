@@ -84,7 +84,8 @@ class GroupPlane(PayloadPlane):
         with contextlib.suppress(LinkClosedError, LinkTimeoutError):
             while self._sending and not _hung_up(self._sock):
                 self._finish_oldest(deadline - time.monotonic())
-        self._release(finished=not self._sending)
+        # A receive from a dead peer may be stuck, too.
+        self._release(finished=not self._sending and not _hung_up(self._sock))
         self._sending.clear()
         del self._out, self._in
 

@@ -8,14 +8,7 @@ import msgspec
 
 from moe_runtime.errors import ProtocolError
 from moe_runtime.transport.base import LinkHello
-from moe_runtime.transport.handshake import (
-    LENGTH,
-    Answer,
-    LinkOptions,
-    decode_hello,
-    encode_message,
-    message_length,
-)
+from moe_runtime.transport.handshake import LENGTH, Answer, LinkOptions, decode_hello, encode_message, message_length
 from moe_runtime.transport.shm import RingPlane, receive_with_memory, ring_capacity
 
 

@@ -14,19 +14,13 @@ import time
 from collections import deque
 from pathlib import Path
 
-from moe_runtime.errors import ConfigError, LinkClosedError, ProtocolError
+from moe_runtime.errors import ConfigError, ProtocolError
 from moe_runtime.protocol.control import LinkAddress
 from moe_runtime.transport.base import Link, LinkHello, Listener
 from moe_runtime.transport.channel import ChannelLink
 from moe_runtime.transport.dist import build_plane
 from moe_runtime.transport.greeting import Greeting
-from moe_runtime.transport.handshake import (
-    Answer,
-    LinkOptions,
-    check_agreement,
-    encode_message,
-    host_id,
-)
+from moe_runtime.transport.handshake import Answer, LinkOptions, check_agreement, encode_message, host_id
 from moe_runtime.transport.tcp import prepare_tcp
 
 _BACKLOG = 128
@@ -88,6 +82,8 @@ class LinkListener(Listener):
         with contextlib.suppress(BlockingIOError, ConnectionError):
             sock, _ = server.accept()
             sock.setblocking(False)
+            if server is self._tcp:
+                prepare_tcp(sock)
             deadline = time.monotonic() + self._options.exchange.rendezvous_timeout_s
             self._greetings[sock.fileno()] = Greeting(sock, server is self._unix, deadline)
             self._selector.register(sock, selectors.EVENT_READ)
@@ -107,7 +103,7 @@ class LinkListener(Listener):
 
     def _agree(self, greeting: Greeting, hello: LinkHello) -> None:
         options = self._options
-        mine = options.hello(self._expected_transport(greeting, hello), hello.link_id)
+        mine = options.hello(self._expected_transport(greeting), hello.link_id)
         check_agreement(mine, hello)
         if hello.transport == "shm":
             plane = greeting.map_memory(options)
@@ -119,8 +115,8 @@ class LinkListener(Listener):
             self._forget(greeting)
             threading.Thread(target=self._join, args=(greeting.sock, hello), daemon=True).start()
 
-    def _expected_transport(self, greeting: Greeting, hello: LinkHello) -> str:
-        """What a peer on this kind of socket should speak."""
+    def _expected_transport(self, greeting: Greeting) -> str:
+        """What the configuration forces, else what fits the kind of socket."""
         forced = self._options.exchange.transport
         if forced != "auto":
             return forced
@@ -130,11 +126,9 @@ class LinkListener(Listener):
 
     def _join(self, sock: socket.socket, hello: LinkHello) -> None:
         """On a thread: meet the peer in a process group."""
-        sock.settimeout(None)
-        prepare_tcp(sock)
         try:
             plane = build_plane(sock, 1, hello.link_id, hello.transport, self._options)
-        except LinkClosedError as error:
+        except OSError as error:
             log.warning("no link from %s: %s", hello.node, error)
             sock.close()
             return

@@ -124,6 +124,22 @@ def test_every_disagreement_is_named_at_once(listen: Any) -> None:
         connect(node.address, replace(options(), fingerprint=1, dtype="bfloat16"))
 
 
+def test_a_refusal_is_heard_though_the_listener_has_hung_up(listen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = listen(options("ffn0"))
+    send_fds = socket.send_fds
+
+    def send_and_dawdle(sock: socket.socket, *arguments: Any) -> int:
+        sent = send_fds(sock, *arguments)
+        poller = select.poll()
+        poller.register(sock, select.POLLRDHUP)
+        assert poller.poll(PATIENCE_S * 1000)
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", send_and_dawdle)
+    with pytest.raises(ProtocolError, match="dtype mismatch"):
+        connect(node.address, replace(options(), dtype="bfloat16"))
+
+
 def test_another_protocol_version(listen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     node = listen(options("ffn0"))
     old_hello = options().hello("shm", "x")

@@ -147,7 +147,7 @@ def test_killed_peer_is_noticed_and_leaves_nothing(transport: str, tmp_path: Pat
 
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_peer_killed_while_a_send_waits_for_room(transport: str, tmp_path: Path, store_port: int) -> None:
-    with linked(transport, hold, tmp_path, store_port, timeout_s=600) as (link, peer):
+    with linked(transport, hold, tmp_path, store_port) as (link, peer):
         peer.freeze()
         killer = threading.Timer(0.5, peer.kill)
         killer.start()
