@@ -45,7 +45,7 @@ class GatherQueue:
         if policy not in choosers:
             raise ValueError(f"unknown gather policy {policy!r}; known: {', '.join(choosers)}")
         self._choose = choosers[policy]
-        self._window = window_us / 1e6
+        self._patience = {"window": window_us / 1e6, "lockstep": _LOCKSTEP_WAIT}.get(policy, 0.0)
         self._by_layer: OrderedDict[int, list[Arrival]] = OrderedDict()
         self._last_seen: dict[tuple[int, int], float] = {}
 
@@ -62,7 +62,8 @@ class GatherQueue:
         return [] if layer is None else self._by_layer.pop(layer)
 
     def drop(self, link: Link) -> None:
-        """Forget what a dead link asked for."""
+        """Forget what a dead link asked for, and wait for its lanes no more."""
+        self._last_seen = {lane: at for lane, at in self._last_seen.items() if lane[0] != link.peer_index}
         for layer in list(self._by_layer):
             kept = [arrival for arrival in self._by_layer[layer] if arrival.link is not link]
             if kept:
@@ -74,8 +75,7 @@ class GatherQueue:
         """How long take() may stay empty at most without a new message; None when nothing is queued."""
         if not self._by_layer:
             return None
-        bound = _LOCKSTEP_WAIT if self._choose == self._lockstep else self._window
-        return max(0.0, self._oldest_at() + bound - now)
+        return max(0.0, self._oldest_at() + self._patience - now)
 
     def clock_floor(self) -> int | None:
         """Least progress among queued lanes."""
@@ -89,12 +89,12 @@ class GatherQueue:
         return min(self._by_layer, key=lambda layer: self._by_layer[layer][0].at)
 
     def _windowed(self, now: float) -> int | None:
-        return self._oldest(now) if now - self._oldest_at() >= self._window else None
+        return self._oldest(now) if now - self._oldest_at() >= self._patience else None
 
     def _lockstep(self, now: float) -> int | None:
         queued = {a.lane for group in self._by_layer.values() for a in group}
         awaited = {lane for lane, at in self._last_seen.items() if now - at < _LOCKSTEP_WAIT}
-        if awaited <= queued or now - self._oldest_at() >= _LOCKSTEP_WAIT:
+        if awaited <= queued or now - self._oldest_at() >= self._patience:
             return self._laggard(now)
         return None
 

@@ -47,6 +47,7 @@ def test_two_requests_share_no_stream() -> None:
     """Not even a shifted one: seed s at position p + 1 must differ from seed s + 1 at position p, and so on."""
     keys = [draw_key(seed, position) for seed in range(-100, 100) for position in range(100)]
     assert len(set(keys)) == len(keys)
+    assert draw_key(5, 1) != draw_key(5 + 0x9E3779B97F4A7C15, 0), "the step of one stream is another's seed"
     ids = torch.arange(50).repeat(200)
     draws = gumbel(torch.tensor(keys[:200]).repeat_interleave(50), ids)
     assert len(draws.unique()) == len(draws)
