@@ -111,13 +111,13 @@ class ExpertServer:
         self._check_progress(link, header)
         _, slots_TK, _ = dispatch_parts(frame)
         self._layers[header.layer].check(np.asarray(slots_TK))
+        # Only a message that is served counts: what was refused may come again, put right.
+        self._progress.setdefault(link, {})[header.lane] = header.step, header.layer
 
     def _check_progress(self, link: Link, header: Header) -> None:
-        lanes = self._progress.setdefault(link, {})
-        now, last = (header.step, header.layer), lanes.get(header.lane, (-1, -1))
+        now, last = (header.step, header.layer), self._progress.get(link, {}).get(header.lane, (-1, -1))
         if now <= last:
             raise ProtocolError(
                 f"step and layer mismatch: lane {header.lane} says step {now[0]} layer {now[1]}, "
                 f"but this node has served its step {last[0]} layer {last[1]}"
             )
-        lanes[header.lane] = now

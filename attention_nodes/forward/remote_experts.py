@@ -138,6 +138,8 @@ class RemoteExperts:
             if reply.kind is Kind.ERROR:
                 raise ProtocolError(f"{self.links[node].peer} refused layer {sent.layer}: {error_text(frame)}")
             _check_reply(reply, sent)
+            if message.partial_UH is not None:
+                raise ProtocolError(f"{self.links[node].peer} answered lane {reply.lane}, layer {sent.layer} twice")
             message.partial_UH = reply_part(frame)
         except ProtocolError as error:
             raise ReplyError(reply.lane, str(error)) from error
