@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from attention_nodes.decoding import sampler
-from attention_nodes.decoding.sampler import SamplingBatch, sample
+from attention_nodes.decoding.random import draw_key
+from attention_nodes.decoding.sampler import SamplingBatch, draw, sample
 from attention_nodes.scheduling.request import Request
 from moe_runtime.protocol.messages import SamplingParams
 
@@ -76,6 +77,17 @@ def test_tokens_come_with_their_exact_probabilities(name: str, varied: str, draw
         expected = torch.cat([expected, expected_V[rare].sum()[None]])
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert len(counts) > 2 and chi_square < chi_square_bound(len(counts) - 1)
+
+
+def test_half_a_million_draws_show_no_bias() -> None:
+    """Few tokens and many draws: a temperature wrong by one per cent would show."""
+    draws, logits_V = 500_000, torch.tensor([0.0, -1.0, -2.0, -0.3])
+    ones = torch.ones(draws)
+    keys = torch.tensor([draw_key(seed, 10) for seed in range(draws)])
+    batch = SamplingBatch(torch.arange(draws), 0.8 * ones, 4 * ones.long(), ones.double(), 0 * ones, keys)
+    counts_V = torch.bincount(draw(logits_V.expand(draws, -1), batch), minlength=4)
+    expected_V = (logits_V.double() / 0.8).softmax(-1) * draws
+    assert float(((counts_V - expected_V) ** 2 / expected_V).sum()) < chi_square_bound(3)
 
 
 @pytest.mark.parametrize("vocab", [60, 3000])
