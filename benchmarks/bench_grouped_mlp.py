@@ -1,6 +1,6 @@
 """Times one layer's experts by strategy: the tables of docs/performance.md, and build/bench/grouped_mlp.json.
 
-    python benchmarks/bench_grouped_mlp.py [--threads 1 2] [--tokens 1 4 16 64 256] [--rounds 7]
+    python benchmarks/bench_grouped_mlp.py [--dtypes float32 bfloat16] [--threads 1 2] [--tokens 1 4 16 64 256]
 
 The shapes are the demo model's (hidden 576, 32 experts of 384, top-4). Each round walks over several layers' weights,
 more than the caches hold, and strategies take turns within a round; the best round counts, since other load only slows.
@@ -154,13 +154,14 @@ def measure(dtype: torch.dtype, options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
-        rows = [row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, options)]
+        rows = [row for dtype in options.dtypes for row in measure(getattr(torch, dtype), options)]
     print(write_report("grouped_mlp", rows, "python benchmarks/bench_grouped_mlp.py"))
 
 
