@@ -12,7 +12,7 @@ from eplb import LayerExperts
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
-    """Rotary embedding (half-split layout): inverse frequencies [rotary/2] and the factor on cos and sin (YaRN's mscale)."""
+    """Rotary embedding (half-split layout): inverse frequencies [D/2] and the factor on cos and sin (YaRN's mscale)."""
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0
@@ -45,7 +45,7 @@ class FfnSpec(msgspec.Struct, frozen=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """One decoder layer: `window` is the sliding window in tokens (the token itself included), None for full attention."""
+    """One decoder layer: `window` is the sliding window in tokens (itself included), None for full attention."""
 
     ffn: FfnSpec
     window: int | None = None

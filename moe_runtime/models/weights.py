@@ -1,6 +1,7 @@
 """The tensors each role holds, as plain frozen dataclasses.
 
-Legend: V vocabulary, H hidden, Q = heads * D, P = (heads + 2 * kv_heads) * D, D head dimension, I intermediate, E experts.
+Legend: V vocabulary, H hidden, D head dimension, Q = heads * D, P = (heads + 2 * kv_heads) * D, I intermediate,
+E experts.
 """
 
 from dataclasses import dataclass
