@@ -92,21 +92,18 @@ def _filter_sorted(scaled_PV: Tensor, width: int, batch: SamplingBatch) -> Tenso
     """Threshold of top-k and top-p from the best `width` candidates, or None when a nucleus may reach beyond them."""
     vocab = scaled_PV.shape[1]
     top_PC = torch.topk(scaled_PV, width, dim=-1).values
-    unlimited_P = batch.top_k_P >= vocab
-    last_P = (batch.top_k_P.clamp(max=width) - 1).unsqueeze(1)
-    kth_P1 = top_PC.gather(1, last_P)
-    in_top_k_PC = top_PC >= kth_P1
+    unlimited_P1, nucleus_P1 = (batch.top_k_P >= vocab).unsqueeze(1), (batch.top_p_P < 1).unsqueeze(1)
+    last_P1 = (batch.top_k_P.clamp(max=width) - 1).unsqueeze(1)
+    kth_P1 = top_PC.gather(1, last_P1).masked_fill(unlimited_P1, float("-inf"))
+    if not bool(nucleus_P1.any()):
+        return kth_P1.squeeze(1)
     # What top-p is a share of: the whole row, or what top-k left of it. Summed in float64 over the row itself, so that
     # neither the width, which other rows may widen, nor rounding moves a boundary.
-    cut_PV = scaled_PV < kth_P1.masked_fill(unlimited_P.unsqueeze(1), float("-inf"))
-    total_P = scaled_PV.exp().masked_fill_(cut_PV, 0.0).sum(-1, dtype=torch.float64)
+    total_P = torch.where(scaled_PV >= kth_P1, scaled_PV.exp(), 0.0).sum(-1, dtype=torch.float64)
     weight_PC = top_PC.exp().double()
-    before_PC = (weight_PC.cumsum(-1) - weight_PC) / total_P.unsqueeze(1)
-    inside_PC = in_top_k_PC & ((before_PC < batch.top_p_P.unsqueeze(1)) | (batch.top_p_P >= 1).unsqueeze(1))
-    inside_PC[:, 0] = True
-    if width < vocab:
-        reaches_end_P = inside_PC[:, -1] & unlimited_P & (batch.top_p_P < 1)
-        if bool(reaches_end_P.any()):
-            return None
-    threshold_P = top_PC.masked_fill(~inside_PC, float("inf")).amin(dim=-1)
-    return torch.where(unlimited_P & (batch.top_p_P >= 1), torch.full_like(threshold_P, float("-inf")), threshold_P)
+    outside_PC = weight_PC.cumsum(-1) - weight_PC >= (batch.top_p_P * total_P).unsqueeze(1)
+    outside_PC[:, 0] = False
+    if width < vocab and bool((~outside_PC[:, -1:] & unlimited_P1 & nucleus_P1).any()):
+        return None
+    end_P1 = top_PC.masked_fill(outside_PC, float("inf")).amin(dim=-1, keepdim=True)
+    return torch.maximum(kth_P1, end_P1.masked_fill(~nucleus_P1, float("-inf"))).squeeze(1)
