@@ -21,6 +21,7 @@ from moe_runtime.cluster.node_main import NodeContext, run_node
 from moe_runtime.metrics import Metrics
 from moe_runtime.models.expert_layers import load_expert_layers
 from moe_runtime.models.loader import Checkpoint, open_checkpoint
+from moe_runtime.models.packing import pack_attention
 from moe_runtime.protocol.control import LinkAddress, RequestAddress
 from moe_runtime.transport.base import Link
 from moe_runtime.transport.connect import connect
@@ -28,7 +29,7 @@ from moe_runtime.transport.connect import connect
 
 def serve(node: NodeContext, controller: ControllerClient) -> None:
     checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
-    weights = checkpoint.attention_weights(node.dtype, controller.progress)
+    weights = pack_attention(checkpoint.attention_weights(node.dtype, controller.progress))
     links = _connect(node, controller.wait_peers().ffn) if node.config.cluster.ffn_nodes else {}
     experts = _experts(node, checkpoint, links, controller)
     # Experts in this process leave nothing to overlap.

@@ -90,8 +90,9 @@ class AttentionService:
         Raises LinkClosedError, LinkTimeoutError, ProtocolError when the exchange breaks.
         """
         while not self._stopped():
-            self._engine.start_idle_lanes()
             self._engine.run_ready()
+            # After a lane has finished and before the wait: the wait must not sleep over work that is there.
+            self._engine.start_idle_lanes()
             self._handle(self._wait())
             if self._control.heartbeat_due():
                 self._engine.refresh_gauges()

@@ -84,7 +84,9 @@ class Placement:
     layers: tuple[LayerPlacement, ...]
 
 
-def round_robin(experts_L: Sequence[LayerExperts], nodes: Sequence[str], spare: float = 0.0, epoch: int = 0) -> Placement:
+def round_robin(
+    experts_L: Sequence[LayerExperts], nodes: Sequence[str], spare: float = 0.0, epoch: int = 0
+) -> Placement:
     """Deal routed experts to nodes in turn, then ceil(routed * spare) extra replicas; every node gets the shared ones.
 
     Each layer starts one node further than the layer before, so that remainders spread evenly.

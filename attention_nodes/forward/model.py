@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention_nodes.cache.kv_store import KvStore
 from attention_nodes.scheduling.batch import Batch
+from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.paged_attention import AttentionPlan, SequenceSlice, paged_attention, plan_attention
 from moe_runtime.layers.attention_inputs import project_output, project_qkv
 from moe_runtime.layers.norm import rms_norm
@@ -99,5 +100,5 @@ class AttentionModel:
                 rows.append(end - 1)
         x_PH = x_TH[torch.tensor(rows, dtype=torch.int64, device=self._device)]
         x_PH = rms_norm(x_PH, self._weights.final_norm_H, self.spec.norm_eps)
-        logits_PV = F.linear(x_PH, self._weights.lm_head_VH).float()
+        logits_PV = linear(x_PH, self._weights.lm_head_VH).float()
         return logits_PV if self.spec.logits_divisor == 1.0 else logits_PV / self.spec.logits_divisor

@@ -8,20 +8,29 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _READY = re.compile(rb"^ready: (http://\S+)", re.MULTILINE)
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """Where a cluster answers, and its launcher's process id."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def running_server(config: Path, overrides: Sequence[str] = (), startup_s: float = 600.0) -> Iterator[str]:
-    """Yield the base URL of a cluster that is stopped afterwards; RuntimeError with its output if it never starts."""
+def running_server(config: Path, overrides: Sequence[str] = (), startup_s: float = 600.0) -> Iterator[RunningServer]:
+    """Yield a cluster that is stopped afterwards; RuntimeError with its output if it never starts."""
     command = [sys.executable, "-m", "moe_runtime", "launch", str(config), "--port", "0"]
     for override in overrides:
         command += ["--set", override]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        yield _wait_ready(process, startup_s)
+        yield RunningServer(_wait_ready(process, startup_s), process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         try:

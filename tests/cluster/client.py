@@ -1,5 +1,6 @@
 """Many completions at once against a running server, each through the openai client."""
 
+import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,9 @@ def openai_client(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
-def complete_all(url: str, prompts: Sequence[str], max_tokens: int, options: Sequence[Mapping[str, object]]) -> list[str]:
+def complete_all(
+    url: str, prompts: Sequence[str], max_tokens: int, options: Sequence[Mapping[str, object]]
+) -> list[str]:
     """Texts of all prompts, sent at once; options[i] are prompt i's further fields."""
     with openai_client(url) as client:
         model = client.models.list().data[0].id
@@ -29,8 +32,6 @@ def complete_all(url: str, prompts: Sequence[str], max_tokens: int, options: Seq
 
 def metric(url: str, name: str) -> dict[str, float]:
     """A metric's values by label text, from /metrics."""
-    import urllib.request
-
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     values = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_runtime.cluster.cores import available_cores
 from moe_runtime.models.loader import fingerprint
 
 TIE = 1e-3
@@ -41,6 +42,7 @@ def greedy_references(model_dir: Path, tokens: int) -> list[GreedyReference]:
 
 
 def _compute(model_dir: Path, tokens: int) -> list[GreedyReference]:
+    torch.set_num_threads(available_cores())
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="grouped_mm")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -75,7 +77,9 @@ def compare(tokenizer: AutoTokenizer, reference: GreedyReference, text: str) -> 
     if text == expected:
         return "equal"
     for count in range(1, len(reference.token_ids) + 1):
-        if not text.startswith(tokenizer.decode(reference.token_ids[:count], skip_special_tokens=True).rstrip("\ufffd")):
+        if not text.startswith(
+            tokenizer.decode(reference.token_ids[:count], skip_special_tokens=True).rstrip("\ufffd")
+        ):
             if reference.gaps[count - 1] < TIE:
                 return "tie"
             return f"token {count - 1} (gap {reference.gaps[count - 1]:.4f}): got {text!r}, expected {expected!r}"

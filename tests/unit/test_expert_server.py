@@ -18,7 +18,7 @@ from moe_runtime.protocol.payload import error_text, payload_size, reply_part
 from moe_runtime.transport.base import Link
 
 SPEC = tiny_spec()
-PLACEMENT = place(SPEC, 2)
+PLACEMENT = place(SPEC, 2, spare=0.5)
 NODE = 0
 LAYER = 1
 
@@ -89,6 +89,20 @@ def test_messages_of_one_layer_are_merged_and_each_gets_its_own_result(layer: in
     assert [link.receive() for link in links] == [None, None]
 
 
+def test_a_reply_tells_the_least_progress_queued_or_just_served() -> None:
+    node, (link,) = server_with_links(1)
+    for lane, clock in enumerate((20, 50)):
+        parts = call_parts(lane, 1, seed=lane)
+        link.send(header_of(lane, parts, lane=lane, clock=clock), parts)
+    node.hear()
+    told = []
+    while node.work():
+        frame = link.receive()
+        assert frame is not None
+        told.append(frame.header.clock)
+    assert told == [20, 50]
+
+
 def foreign_slot(parts: list[Tensor]) -> None:
     parts[1][1, 0] = int(PLACEMENT.layers[LAYER].slots_on(1)[0])
 
@@ -117,7 +131,7 @@ WRONG_HEADERS = {
 }
 WRONG_SLOTS = {
     "foreign": (foreign_slot, r"slot \d+ is not on this node, which holds \[.*\]"),
-    "out of range": (missing_slot, r"slot id 77 does not exist: this layer has slots 0\.\.7"),
+    "out of range": (missing_slot, r"slot id 77 does not exist: this layer has slots 0\.\.10"),
 }
 
 
