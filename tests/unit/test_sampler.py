@@ -150,6 +150,7 @@ def test_equal_logits_stand_or_fall_together() -> None:
     [
         SamplingParams(1, temperature=0),
         SamplingParams(1, top_k=1),
+        SamplingParams(1, top_p=0.0),
         SamplingParams(1, top_p=1e-9),
         SamplingParams(1, min_p=1.0),
         *(SamplingParams(1, temperature=t) for t in (1e-6, 1e-30, 1e-45, 1e-50, 5e-324)),
