@@ -10,7 +10,7 @@ from attention_nodes.scheduling.batch import Batch
 
 @dataclass(slots=True)
 class Lane:
-    """Idle when `batch` is None; ready when it has a layer's `reply`, or was just started; else it waits for experts."""
+    """Idle when `batch` is None; ready when it has a layer's `reply` or was just started; else it waits for experts."""
 
     index: int
     step_number: int = -1

@@ -1,4 +1,4 @@
-"""What an attention node measures: where a step's time goes per layer, and how full lanes, batches, queue and KV are."""
+"""What an attention node measures: where a step's time goes by layer, how full lanes, batches, queue and KV are."""
 
 from moe_runtime.metrics import Counter, Metrics
 

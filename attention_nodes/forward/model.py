@@ -27,7 +27,7 @@ from moe_runtime.models.weights import AttentionWeights
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """One layer's work for the experts: x_TH, experts_TK int64 logical ids, weights_TK float32, replica_keys_T int64."""
+    """One layer's work for the experts; experts_TK int64 logical ids, weights_TK float32, replica_keys_T int64."""
 
     layer: int
     x_TH: Tensor
