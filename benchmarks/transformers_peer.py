@@ -2,7 +2,8 @@
 
     python benchmarks/transformers_peer.py build/models/demo float32 grouped_mm
 
-One JSON line in, {"prompts": [[ids], ...] of one length, "tokens": N}; one JSON line out, {"tokens": made, "seconds": s}.
+One JSON line in, {"prompts": [[ids], ...] of one length, "tokens": N}; one JSON line out, {"tokens": made, "seconds":
+s}.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""What a benchmark leaves behind: build/bench/NAME.json, and the table a document quotes, printed from the same rows."""
+"""What a benchmark leaves behind: build/bench/NAME.json, and the table a document quotes, printed from the same rows.
+"""
 
 import importlib.metadata
 import json
@@ -18,7 +19,9 @@ _PACKAGES = ("torch", "transformers", "numpy", "pyzmq")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `against` names the row's yardstick and `ratio` is value / yardstick; both empty when there is none."""
+    """One figure. `against` names the row's yardstick and `ratio` is value / yardstick; both empty when there is
+    none.
+    """
 
     case: str
     metric: str

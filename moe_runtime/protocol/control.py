@@ -1,8 +1,9 @@
 """Messages between the controller and every other process (ZeroMQ: the controller binds a ROUTER, nodes connect DEALERs).
 
-Start-up: Hello -> Welcome; all nodes load at once; FFN nodes answer Listening; then attention nodes get Peers, link and
-answer Serving; then the gateway gets Peers with their request addresses and answers Serving with its URL. The cluster is ready
-when every process has said Serving. Afterwards: Heartbeat up, ClusterStats down to the gateway, Shutdown down.
+Start-up: Hello -> Welcome; all nodes load at once; FFN nodes answer Listening; then attention nodes get Peers, link
+and answer Serving; then the gateway gets Peers with their request addresses and answers Serving with its URL. The
+cluster is ready when every process has said Serving. Afterwards: Heartbeat up, ClusterStats down to the gateway,
+Shutdown down.
 """
 
 from typing import Literal
@@ -69,7 +70,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """All that a process needs to load: `spec` is a msgpack-encoded models.spec.ModelSpec, store the TCPStore's address.
+    """All that a process needs to load: `spec` is a msgpack-encoded models.spec.ModelSpec, store the TCPStore's
+    address.
 
     run_dir: a directory for Unix sockets and logs, removed by the launcher. fingerprint: hash of the checkpoint.
     """

@@ -1,4 +1,6 @@
-"""transformers' own fp32 greedy text on the demo model: computed once, kept under build/ for the checkpoint's fingerprint."""
+"""transformers' own fp32 greedy text on the demo model: computed once, kept under build/ for the checkpoint's
+fingerprint.
+"""
 
 import json
 from dataclasses import dataclass
