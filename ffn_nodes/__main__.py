@@ -8,12 +8,14 @@ from ffn_nodes.server import ExpertServer
 from ffn_nodes.service import FfnService
 from moe_runtime.cluster.controller_client import ControllerClient
 from moe_runtime.cluster.node_main import NodeContext, run_node
+from moe_runtime.cluster.process import yield_to_others
 from moe_runtime.models.expert_layers import load_expert_layers
 from moe_runtime.models.loader import open_checkpoint
 from moe_runtime.transport.listener import LinkListener
 
 
 def serve(node: NodeContext, controller: ControllerClient) -> None:
+    yield_to_others()
     checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
     index = node.placement.nodes.index(node.name)
     layers = load_expert_layers(

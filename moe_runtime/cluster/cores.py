@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_runtime.config import Config
@@ -15,6 +16,24 @@ def available_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = parse_cpu_quota(_CGROUP_QUOTA.read_text(encoding="ascii")) if _CGROUP_QUOTA.is_file() else None
     return min(cores, quota or cores)
+
+
+def core_ids() -> tuple[int, ...]:
+    """The cores' numbers, where the system has them and no quota makes fewer than they are; else empty."""
+    if sys.platform != "linux":
+        return ()
+    ids = tuple(sorted(os.sched_getaffinity(0)))
+    return ids if len(ids) == available_cores() else ()
+
+
+def deal_cores(core_ids: Sequence[int], threads: Sequence[int]) -> list[tuple[int, ...]]:
+    """A core of its own for each thread of each node, in order; nodes for which none are left may run anywhere."""
+    shares, used = [], 0
+    for count in threads:
+        share = tuple(core_ids[used : used + count])
+        shares.append(share if len(share) == count else ())
+        used += count
+    return shares
 
 
 def parse_cpu_quota(text: str) -> int | None:

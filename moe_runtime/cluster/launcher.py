@@ -15,7 +15,7 @@ from rich.console import Console
 from eplb import round_robin
 from moe_runtime.cluster.ask import AnswerPrinter
 from moe_runtime.cluster.controller import Controller
-from moe_runtime.cluster.cores import available_cores
+from moe_runtime.cluster.cores import available_cores, core_ids
 from moe_runtime.cluster.display import say
 from moe_runtime.cluster.greeting import greeting
 from moe_runtime.cluster.membership import Membership
@@ -72,7 +72,7 @@ def run_cluster(config: Config, model: ResolvedModel, options: LaunchOptions) ->
     """launch() for a model that is already resolved."""
     console = Console(stderr=True)
     cores = available_cores()
-    nodes = plan_nodes(config, cores)
+    nodes = plan_nodes(config, cores, core_ids())
     for line in (model.describe(), describe_plan(nodes, cores)):
         say(console, line)
     try:
@@ -163,6 +163,7 @@ def _welcomer(
             store_port=store.port,
             run_dir=str(run_dir),
             threads=node.threads,
+            cores=node.cores,
             index=node.index,
             expected_processes=len(nodes),
         )

@@ -14,7 +14,7 @@ import torch
 
 from eplb import Placement, round_robin
 from moe_runtime.cluster.controller_client import ControllerClient
-from moe_runtime.cluster.process import die_with_parent
+from moe_runtime.cluster.process import die_with_parent, pin
 from moe_runtime.config import Config
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.protocol.control import Role, Welcome
@@ -81,6 +81,7 @@ def run_node(role: Role, serve: Callable[[NodeContext, ControllerClient], None])
     with ControllerClient(arguments.node, arguments.controller) as controller:
         try:
             welcome = controller.hello(role)
+            pin(welcome.cores)
             torch.set_num_threads(welcome.threads)
             serve(node_context(arguments.node, welcome), controller)
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it

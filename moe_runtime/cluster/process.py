@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PARENT_PID = "MOE_RUNTIME_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +37,21 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     os._exit(1)
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Run on these cores alone, threads that are started later included; no cores: anywhere."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def yield_to_others() -> None:
+    """Let a wake-up of this process not interrupt whoever runs on its core (Linux: SCHED_BATCH).
+
+    For FFN nodes: an attention node that has written to one still has to write to the next.
+    """
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def child_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:

@@ -74,6 +74,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     address.
 
     run_dir: a directory for Unix sockets and logs, removed by the launcher. fingerprint: hash of the checkpoint.
+    cores: the only ones this process may run on; empty for any.
     """
 
     config: Config
@@ -87,6 +88,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     threads: int
     index: int
     expected_processes: int
+    cores: tuple[int, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
