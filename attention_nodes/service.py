@@ -1,4 +1,4 @@
-"""An attention node's event loop: requests in, tokens out, replies from FFN nodes, control; one thread, one poll set."""
+"""An attention node's event loop: requests, tokens, replies from FFN nodes, control; one thread, one poll set."""
 
 import logging
 import time

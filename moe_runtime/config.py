@@ -61,7 +61,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of one lane's step, and of the waiting queue; max_context null means the model's."""
 
-    max_batch_tokens: Positive = 256
+    max_batch_tokens: Positive = 512
     max_batch_requests: Positive = 64
     max_waiting: Positive = 1024
     max_context: Positive | None = None

@@ -32,8 +32,7 @@ class Outcome:
 
 
 def run_load(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Outcome]:
-    """Send all prompts (token ids) at once, greedily decoded to exactly max_tokens. Raises RuntimeError if any fails.
-    """
+    """Send all prompts (token ids) at once, decoded greedily to max_tokens. Raises RuntimeError if any fails."""
     model = _get(url, "/v1/models")["data"][0]["id"]
     outcomes: list[Outcome | str | None] = [None] * len(prompts)
     start = threading.Barrier(len(prompts))

@@ -1,5 +1,4 @@
-"""What a benchmark leaves behind: build/bench/NAME.json, and the table a document quotes, printed from the same rows.
-"""
+"""What a benchmark leaves behind: build/bench/NAME.json, and the table that a document quotes, from the same rows."""
 
 import importlib.metadata
 import json

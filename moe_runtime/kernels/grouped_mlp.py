@@ -6,12 +6,17 @@ sorted by expert), C inputs and D outputs of a product.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_runtime.kernels.linear import linear, pack
+from moe_runtime.kernels.workers import Workers
+
+# Reading an expert's weights takes about as long as computing this many rows with them.
+_ROWS_OF_A_READ = 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ def _bytes(stack: Tensor | Sequence[Tensor]) -> int:
     return len(stack) * stack[0].numel() * stack[0].element_size()
 
 
-def grouped_mlp(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, bank: ExpertBank) -> Tensor:
+def grouped_mlp(
+    x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, bank: ExpertBank, workers: Workers | None = None
+) -> Tensor:
     """Sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert slots[t, k] of the bank, [T, H] in x's dtype.
 
     slots_TK: integers, indices into the bank, -1 for a pick that is not here. A token's terms are added in ascending
@@ -57,8 +64,13 @@ def grouped_mlp(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, bank: Expert
     y_TH = torch.zeros_like(x_TH)
     if not len(token_R):
         return y_TH
-    gate_RI, up_RI = _per_expert(x_TH[token_R], counts_N, bank.gate_up_N2IH).chunk(2, dim=-1)
-    out_RH = _per_expert(F.silu(gate_RI).mul_(up_RI), counts_N, bank.down_NHI)
+    shares = _shares(counts_N, workers.threads if workers else 1)
+    x_RH, out_RH = x_TH[token_R], torch.empty(len(token_R), x_TH.shape[1], dtype=x_TH.dtype, device=x_TH.device)
+    tasks = [partial(_run_experts, x_RH, counts_N, bank, share, out_RH) for share in shares]
+    if workers:
+        workers.run(tasks)
+    else:
+        tasks[0]()
     out_RH *= weights_TK.flatten()[order_R, None].to(out_RH.dtype)
     return y_TH.index_add_(0, token_R, out_RH)
 
@@ -71,9 +83,33 @@ def _rows_by_expert(slots_TK: Tensor, experts: int) -> tuple[Tensor, list[int]]:
     return flat.argsort(stable=True)[absent:], counts_N
 
 
-def _per_expert(x_RC: Tensor, counts_N: list[int], weights_NDC: Tensor | tuple[Tensor, ...]) -> Tensor:
-    pieces = enumerate(x_RC.split(counts_N))
-    return torch.cat([linear(x_BC, weights_NDC[expert]) for expert, x_BC in pieces if len(x_BC)])
+def _shares(counts_N: list[int], threads: int) -> list[range]:
+    """Runs of experts of about equal cost, at most one a thread: an expert costs its weights' bytes and its rows."""
+    cost_N = [count + _ROWS_OF_A_READ if count else 0 for count in counts_N]
+    shares: list[range] = []
+    total, first, spent = sum(cost_N), 0, 0
+    for expert, cost in enumerate(cost_N):
+        spent += cost
+        if spent * threads >= total * (len(shares) + 1) and len(shares) < threads - 1:
+            shares.append(range(first, expert + 1))
+            first = expert + 1
+    shares.append(range(first, len(counts_N)))
+    return [share for share in shares if any(counts_N[expert] for expert in share)]
+
+
+def _run_experts(x_RH: Tensor, counts_N: list[int], bank: ExpertBank, experts: range, out_RH: Tensor) -> None:
+    """The rows of a run of experts, unweighted, into out_RH."""
+    first = sum(counts_N[: experts.start])
+    present = [expert for expert in experts if counts_N[expert]]
+    sizes_B = [counts_N[expert] for expert in present]
+    x_RH = x_RH[first : first + sum(sizes_B)]
+    hidden = [linear(x_BH, bank.gate_up_N2IH[e]) for e, x_BH in zip(present, x_RH.split(sizes_B), strict=True)]
+    gate_RI, up_RI = torch.cat(hidden).chunk(2, dim=-1)
+    acts = F.silu(gate_RI).mul_(up_RI).split(sizes_B)
+    torch.cat(
+        [linear(a_BI, bank.down_NHI[e]) for e, a_BI in zip(present, acts, strict=True)],
+        out=out_RH[first : first + sum(sizes_B)],
+    )
 
 
 def grouped_mlp_reference(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, bank: ExpertBank) -> Tensor:

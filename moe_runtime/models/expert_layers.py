@@ -14,6 +14,7 @@ from torch import Tensor
 from eplb import LayerPlacement, Placement
 from moe_runtime.errors import ProtocolError
 from moe_runtime.kernels.grouped_mlp import ExpertBank, grouped_mlp
+from moe_runtime.kernels.workers import Workers
 from moe_runtime.models.loader import Checkpoint
 from moe_runtime.models.spec import FfnSpec, ModelSpec
 
@@ -26,13 +27,14 @@ class ExpertLayer:
     index_of_slot: tuple[Tensor, ...]
     expert_of_slot_S: np.ndarray
     held_S: np.ndarray
+    workers: Workers
 
     def __call__(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over this node's experts, [T, H] in x's dtype. slots_TK: global slot ids, -1 for none."""
         slots_TK = slots_TK.long()
         y_TH = None
         for bank, index in zip(self.banks, self.index_of_slot, strict=True):
-            part_TH = grouped_mlp(x_TH, index[slots_TK], weights_TK, bank)
+            part_TH = grouped_mlp(x_TH, index[slots_TK], weights_TK, bank, self.workers)
             y_TH = part_TH if y_TH is None else y_TH + part_TH
         return torch.zeros_like(x_TH) if y_TH is None else y_TH
 
@@ -62,11 +64,15 @@ def load_expert_layers(
     device: torch.device,
     progress: Callable[[float, str], None],
 ) -> tuple[ExpertLayer, ...]:
-    """Read one node's experts of every layer. Raises CheckpointError as the loader does."""
+    """Read one node's experts of every layer. Raises CheckpointError as the loader does.
+
+    On the CPU, a layer's experts are shared by as many threads as torch has when this is called.
+    """
     layers = []
+    workers = Workers(torch.get_num_threads() if device.type == "cpu" else 1)
     for index, (layer, placed) in enumerate(zip(spec.layers, placement.layers, strict=True)):
         progress(index / len(spec.layers), f"experts of layer {index}")
-        layers.append(_load_layer(checkpoint, spec.hidden, layer.ffn, index, placed, node, dtype, device))
+        layers.append(_load_layer(checkpoint, spec.hidden, layer.ffn, index, placed, node, dtype, device, workers))
     progress(1.0, "experts")
     return tuple(layers)
 
@@ -80,6 +86,7 @@ def _load_layer(
     node: int,
     dtype: torch.dtype,
     device: torch.device,
+    workers: Workers,
 ) -> ExpertLayer:
     slots = placed.slots_on(node).tolist()
     held_S = np.zeros(len(placed.expert_of_slot_S), dtype=bool)
@@ -97,4 +104,4 @@ def _load_layer(
             table[slot] = position
         banks.append(ExpertBank(gate_up, down).packed())
         tables.append(table)
-    return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S)
+    return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S, workers)

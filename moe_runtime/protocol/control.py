@@ -1,4 +1,4 @@
-"""Messages between the controller and every other process (ZeroMQ: the controller binds a ROUTER, nodes connect DEALERs).
+"""Messages between the controller and all other processes (ZeroMQ: it binds a ROUTER, nodes connect DEALERs).
 
 Start-up: Hello -> Welcome; all nodes load at once; FFN nodes answer Listening; then attention nodes get Peers, link
 and answer Serving; then the gateway gets Peers with their request addresses and answers Serving with its URL. The

@@ -67,7 +67,8 @@ class Header:
     busy_us: int = 0
     flags: int = 0
 
-    def pack(self) -> bytes: return _STRUCT.pack( MAGIC, VERSION, self.kind, self.payload, self.sender, self.lane,
+    def pack(self) -> bytes:
+        return _STRUCT.pack( MAGIC, VERSION, self.kind, self.payload, self.sender, self.lane,
     self.layer, self.flags, self.epoch, self.tokens, self.hidden, self.picks, self.step, self.busy_us, self.clock,
     self.payload_bytes, self.fingerprint, )  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_runtime.bench.server_process import RunningServer, running_server
 
 # 32 prompts of 5 to 75 tokens with 48 new ones need about 2,300 tokens of KV at once.
-SMALL_POOL_BLOCKS = 48
+SMALL_POOL_BLOCKS = 40
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Setting:
         return f"{self.attention}A{self.ffn}F-lanes{self.lanes}-chunk{self.chunk}{pool}{spare}{transport}"
 
     def overrides(self) -> list[str]:
-        blocks = max(SMALL_POOL_BLOCKS // self.attention, 12) if self.small_pool else 1024
+        blocks = max(SMALL_POOL_BLOCKS // self.attention, 10) if self.small_pool else 1024
         return [
             f"cluster.attention_nodes={self.attention}",
             f"cluster.ffn_nodes={self.ffn}",
@@ -48,8 +48,7 @@ SHORT = (
     Setting(1, 1, lanes=1, chunk=256),
     Setting(2, 1, lanes=4, chunk=256, small_pool=True),
     Setting(1, 3, lanes=2, chunk=7, small_pool=True),
-    Setting(3, 2, lanes=2, chunk=256, spare=0.25),
-    Setting(1, 2, lanes=2, chunk=256, transport="gloo"),
+    Setting(3, 2, lanes=2, chunk=256, spare=0.25, transport="gloo"),
 )
 FULL = tuple(
     Setting(attention, ffn, lanes, chunk, small_pool)

@@ -38,7 +38,6 @@ def test_texts(setting: Setting, demo_dir: Path, sampled_alone: list[str]) -> No
         texts = complete_all(server.url, prompts(), GREEDY_TOKENS, [{"temperature": 0}] * len(references))
         sampled = complete_all(server.url, prompts(), SEEDED_TOKENS, sampling_options())
         preemptions = sum(metric(server.url, "preemptions_total").values())
-        held = metric(server.url, "kv_blocks_held")
     verdicts = [compare(tokenizer, reference, text) for reference, text in zip(references, texts, strict=True)]
     ties = verdicts.count("tie")
     assert [verdict for verdict in verdicts if verdict not in ("equal", "tie")] == []
@@ -46,6 +45,6 @@ def test_texts(setting: Setting, demo_dir: Path, sampled_alone: list[str]) -> No
     different = [i for i, (text, alone) in enumerate(zip(sampled, sampled_alone, strict=True)) if text != alone]
     for i in different:
         assert is_near_boundary(demo_dir, prompts()[i], sampling_options()[i], sampled[i], sampled_alone[i])
-    print(f"{setting}: {ties} greedy ties, {len(different)} draws at a boundary, {preemptions:.0f} preemptions, {held}")
+    print(f"{setting}: {ties} greedy ties, {len(different)} draws at a boundary, {preemptions:.0f} preemptions")
     assert len(different) <= 2
     assert (preemptions > 0) == setting.small_pool

@@ -24,8 +24,8 @@ def config(attention: int, ffn: int, lanes: int, attention_threads: int = 0, ffn
 @pytest.mark.parametrize(
     ("cores", "attention", "ffn", "lanes", "expected"),
     [
-        (2, 1, 1, 1, (2, 2)),  # one lane: the roles take turns
-        (2, 1, 2, 1, (2, 1)),
+        (2, 1, 1, 1, (1, 2)),  # one lane: the roles take turns, attention on half the cores
+        (2, 1, 2, 1, (1, 1)),
         (2, 1, 1, 2, (1, 1)),  # two lanes: both at once
         (2, 2, 3, 2, (1, 1)),  # more nodes than cores: one each
         (8, 1, 2, 2, (4, 2)),

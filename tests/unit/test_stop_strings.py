@@ -1,5 +1,7 @@
 """Stop strings cut exactly, wherever the pieces divide."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +34,7 @@ def feed(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
 def test_any_division_gives_the_same_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     edges = [0, *cuts, len(text)]
-    pieces = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(edges)]
     sent, hit = feed(pieces, stops)
     assert ("".join(sent), hit) == expected(text, stops)
 
