@@ -12,6 +12,7 @@ from attention_nodes.engine import Engine
 from attention_nodes.forward.local_experts import LocalExperts
 from attention_nodes.forward.model import AttentionModel
 from attention_nodes.forward.remote_experts import RemoteExperts
+from attention_nodes.forward.threads import StepThreads
 from attention_nodes.scheduling.admission import Admission
 from attention_nodes.scheduling.scheduler import Scheduler
 from attention_nodes.service import AttentionService, RequestSocket
@@ -39,7 +40,9 @@ def serve(node: NodeContext, controller: ControllerClient) -> None:
     scheduler = Scheduler(node.config.scheduler, pool, lanes, Admission(pool, node.max_context, node.spec.vocab))
     requests = RequestSocket(zmq.Context.instance(), node.config.cluster.host)
     metrics = StepMetrics(Metrics(), len(node.spec.layers))
-    engine = Engine(AttentionModel(node.spec, weights, kv), experts, scheduler, pool, lanes, metrics, requests.send)
+    threads = StepThreads(node.spec, node.welcome.threads, alone=not links)
+    model = AttentionModel(node.spec, weights, kv)
+    engine = Engine(model, experts, scheduler, pool, lanes, metrics, requests.send, threads)
     address = RequestAddress(node.name, requests.endpoint, pool.total * pool.block_size, node.max_context)
     try:
         controller.serving(request_address=address)

@@ -16,6 +16,7 @@ from attention_nodes.decoding.sampler import sample
 from attention_nodes.forward.local_experts import LocalExperts
 from attention_nodes.forward.model import AttentionModel, ExpertCall
 from attention_nodes.forward.remote_experts import RemoteExperts, ReplyError
+from attention_nodes.forward.threads import StepThreads
 from attention_nodes.lane import Lane
 from attention_nodes.scheduling.request import Request
 from attention_nodes.scheduling.scheduler import Scheduler
@@ -31,7 +32,10 @@ Deliver = Callable[[list[tuple[bytes, Answer]]], None]
 
 
 class Engine:
-    """One attention node's lanes. `deliver` is called after each step with (client, answer) pairs."""
+    """One attention node's lanes. `deliver` is called after each step with (client, answer) pairs.
+
+    threads: how many to compute with, None for torch's own number throughout.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Engine:
         lanes: int,
         metrics: StepMetrics,
         deliver: Deliver,
+        threads: StepThreads | None = None,
     ) -> None:
         self._model = model
         self._experts = experts
@@ -50,6 +55,7 @@ class Engine:
         self._lanes = [Lane(index) for index in range(lanes)]
         self.metrics = metrics
         self._deliver = deliver
+        self._threads = threads
 
     @property
     def has_ready(self) -> bool:
@@ -127,6 +133,8 @@ class Engine:
 
     def _run(self, lane: Lane) -> None:
         start = time.perf_counter()
+        if self._threads and lane.batch:
+            self._threads.apply(lane.batch.tokens, len(lane.batch.sampled), lane.layer)
         with torch.inference_mode():
             outcome = lane.advance()
             while isinstance(outcome, ExpertCall):

@@ -16,6 +16,8 @@ class Lane:
     step_number: int = -1
     # Layers done so far, in virtual time: an idle lane joins at its peers' least progress.
     clock: int = 0
+    # The last layer that was computed up to its experts; -1 before the first.
+    layer: int = -1
     batch: Batch | None = None
     step: Step | None = None
     reply: Tensor | None = None
@@ -33,6 +35,7 @@ class Lane:
         assert self.idle
         self.batch, self.step, self.fresh = batch, step, True
         self.step_number += 1
+        self.layer = -1
         self.clock = max(self.clock, clock_floor)
 
     def advance(self) -> ExpertCall | Tensor:
@@ -45,6 +48,7 @@ class Lane:
         except StopIteration as end:
             return end.value
         self.clock += 1
+        self.layer = call.layer
         return call
 
     def finish(self) -> Batch:

@@ -28,7 +28,7 @@ from moe_runtime.bench.report import Row, print_table, write_report
 from moe_runtime.bench.server_process import running_server
 
 MODEL = Path("build/models/demo")
-TEXTS = ("/tmp/design_text.md",)
+TEXTS = ("README.md", "docs/architecture.md")
 Prompts = Sequence[Sequence[int]]
 
 

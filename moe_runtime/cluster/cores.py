@@ -45,17 +45,15 @@ def parse_cpu_quota(text: str) -> int | None:
 def plan_threads(cores: int, config: Config) -> tuple[int, int]:
     """Compute threads of each attention node and of each FFN node (0 where there is none).
 
-    With one lane attention and FFN nodes alternate, so FFN nodes take all cores in their turn. Attention takes half
-    all the same: its pieces are short, and its idle threads, which spin for a moment, would meet the FFN nodes just
-    as they start (measured in docs/performance.md). With more lanes both run at once, and the cores are divided.
-    Configured numbers are kept.
+    With one lane attention and FFN nodes alternate, so each role takes all cores in turn; with more they run at once,
+    so the cores are divided, half to each role and the remainder to whom it fits. Configured numbers are kept.
     """
     cluster = config.cluster
     attention_nodes, ffn_nodes = cluster.attention_nodes, cluster.ffn_nodes
     if ffn_nodes == 0:
         return cluster.attention_threads or max(1, cores // attention_nodes), 0
     if config.exchange.lanes == 1:
-        attention = cluster.attention_threads or max(1, cores // 2 // attention_nodes)
+        attention = cluster.attention_threads or max(1, cores // attention_nodes)
         return attention, cluster.ffn_threads or max(1, cores // ffn_nodes)
     ffn_least = ffn_nodes * (cluster.ffn_threads or 1)
     attention = cluster.attention_threads or max(1, min(cores // 2, cores - ffn_least) // attention_nodes)

@@ -110,7 +110,9 @@ def test_plan_and_progress_are_told(start: Launcher) -> None:
     launch.process.terminate()
     _, _, err = launch.finish()
     assert "model: paper (mixtral, 1 layers, 4 experts, top-2)" in err
-    assert re.search(r"plan: 1 attention x \d+ threads?, 2 ffn x \d+ threads?, 1 gateway on \d+ cores?", err)
+    assert re.search(
+        r"plan: 1 attention x \d+ threads?, 2 ffn x \d+ threads?( on core [\d+, ]+)?, 1 gateway on \d+ cores?", err
+    )
     assert "a0: ready" in err
     launch.assert_nothing_left()
 

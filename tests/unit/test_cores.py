@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.cluster.cores import parse_cpu_quota, plan_threads
+from moe_runtime.cluster.cores import deal_cores, parse_cpu_quota, plan_threads
 from moe_runtime.cluster.topology import describe_plan, plan_nodes
 from moe_runtime.config import Config, parse_config
 
@@ -24,8 +24,8 @@ def config(attention: int, ffn: int, lanes: int, attention_threads: int = 0, ffn
 @pytest.mark.parametrize(
     ("cores", "attention", "ffn", "lanes", "expected"),
     [
-        (2, 1, 1, 1, (1, 2)),  # one lane: the roles take turns, attention on half the cores
-        (2, 1, 2, 1, (1, 1)),
+        (2, 1, 1, 1, (2, 2)),  # one lane: the roles take turns
+        (2, 1, 2, 1, (2, 1)),
         (2, 1, 1, 2, (1, 1)),  # two lanes: both at once
         (2, 2, 3, 2, (1, 1)),  # more nodes than cores: one each
         (8, 1, 2, 2, (4, 2)),
@@ -37,6 +37,13 @@ def config(attention: int, ffn: int, lanes: int, attention_threads: int = 0, ffn
 )
 def test_known_divisions(cores: int, attention: int, ffn: int, lanes: int, expected: tuple[int, int]) -> None:
     assert plan_threads(cores, config(attention, ffn, lanes)) == expected
+
+
+def test_cores_are_dealt_once_each_and_run_out() -> None:
+    assert deal_cores((0, 1, 4, 5), [2, 1]) == [(0, 1), (4,)]
+    assert deal_cores((0, 1), [1, 1, 1]) == [(0,), (1,), ()]
+    assert deal_cores((0, 1), [3]) == [()]
+    assert deal_cores((), [1, 1]) == [(), ()]
 
 
 @given(st.integers(1, 64), counts, counts, st.integers(1, 4))
