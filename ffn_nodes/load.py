@@ -20,7 +20,7 @@ class ExpertLoad:
 
     def count(self, layer: int, experts: ExpertLayer, slots_TK: Tensor, messages: int, seconds: float) -> None:
         """Add one merged call. slots_TK: global slot ids, -1 where a pick is on another node."""
-        slots = slots_TK.numpy().ravel()
+        slots = slots_TK.cpu().numpy().ravel()
         picked = experts.expert_of_slot_S[slots[slots >= 0]]
         self.tokens[layer] += np.bincount(picked, minlength=len(self.tokens[layer]))
         self._calls[layer] += 1

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ffn_nodes.gather import Arrival, GatherQueue
@@ -110,7 +109,7 @@ class ExpertServer:
             raise ProtocolError("token count mismatch: the message says 0, an empty message must not be sent")
         self._check_progress(link, header)
         _, slots_TK, _ = dispatch_parts(frame)
-        self._layers[header.layer].check(np.asarray(slots_TK))
+        self._layers[header.layer].check(slots_TK.cpu().numpy())
         # Only a message that is served counts: what was refused may come again, put right.
         self._progress.setdefault(link, {})[header.lane] = header.step, header.layer
 

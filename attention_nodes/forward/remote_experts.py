@@ -21,6 +21,8 @@ from moe_runtime.protocol.header import Header, Kind, PayloadType, expect
 from moe_runtime.protocol.payload import Frame, error_text, payload_size, reply_part
 from moe_runtime.transport.base import Link
 
+_CPU = torch.device("cpu")
+
 
 class ReplyError(ProtocolError):
     """A reply that ends the step of a lane under way; a plain ProtocolError is about no lane and ends the link."""
@@ -76,12 +78,19 @@ class PendingLayer:
 class RemoteExperts:
     """All links of one attention node and what is under way on them, per lane."""
 
-    def __init__(self, index: int, links: Mapping[int, Link], placement: Placement, fingerprint: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        links: Mapping[int, Link],
+        placement: Placement,
+        fingerprint: int,
+        device: torch.device = _CPU,
+    ) -> None:
         self._index = index
         self.links = dict(links)
         self._placement = placement
         self._fingerprint = fingerprint
-        self._routes = routing_table(placement, torch.device("cpu"))
+        self._routes = routing_table(placement, device)
         self._pending: dict[int, PendingLayer] = {}
         # The least progress any FFN node last told of: where a lane that was idle joins in.
         self.clock_floor = 0

@@ -1,5 +1,6 @@
 """Five families through what serves them, against transformers: paged cache, packed weights, placement, and in the
-split case links, merging and partial sums over two FFN nodes. Logits at every position of a prompt, decoded and in chunks.
+split case links, merging and partial sums over two FFN nodes. Logits at every position of a prompt, decoded and in
+chunks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
