@@ -11,7 +11,7 @@ import torch
 from moe_runtime.models.spec import ModelSpec
 
 # Multiply-adds of a layer's q, k and v projection below which a second thread costs as much as it saves (measured).
-_WORTH_SHARING = 32_000_000
+_WORTH_SHARING = 16_000_000
 
 
 @dataclass(frozen=True)
