@@ -165,7 +165,6 @@ def _welcomer(
             threads=node.threads,
             cores=node.cores,
             index=node.index,
-            expected_processes=len(nodes),
         )
 
     return welcome

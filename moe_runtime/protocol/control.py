@@ -87,7 +87,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     run_dir: str
     threads: int
     index: int
-    expected_processes: int
     cores: tuple[int, ...] = ()
 
 

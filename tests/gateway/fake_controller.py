@@ -86,7 +86,6 @@ class FakeController:
                 run_dir="unused",
                 threads=1,
                 index=0,
-                expected_processes=1 + len(peers),
             ),
             Peers(attention=peers),
         )

@@ -29,7 +29,7 @@ def config(attention: int = 1, ffn: int = 2) -> Config:
 
 
 def welcome(node: NodePlan) -> Welcome:
-    return Welcome(config(), "m", b"", 1, None, "127.0.0.1", 1, "run", node.threads, node.index, 4)
+    return Welcome(config(), "m", b"", 1, None, "127.0.0.1", 1, "run", node.threads, node.index)
 
 
 def membership(attention: int = 1, ffn: int = 2) -> Membership:
