@@ -22,11 +22,15 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which checkpoint to serve: a local directory or a hub id; `dtype` is what weights and activations compute in."""
+    """Which checkpoint to serve: a local directory or a hub id; `dtype` is what weights and activations compute in.
+
+    Clients know it as served_name (the path, when null) and by each of `aliases`.
+    """
 
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     served_name: str | None = None
+    aliases: tuple[str, ...] = ()
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,12 +80,20 @@ class KvCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP side; port 0 takes a free one."""
+    """The HTTP side; port 0 takes a free one.
+
+    api_key_file: one key a line; with it, or with keys in the environment's MOE_RUNTIME_API_KEYS (comma-separated),
+    only clients that show a key are answered. request_timeout_s bounds every request, whatever time it asks for itself.
+    max_open_requests: texts being generated or waiting; more are answered with 429.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8000
-    max_body_bytes: Positive = 16 * 1024 * 1024
+    max_body_bytes: Positive = 4 * 1024 * 1024
     max_tokens_default: Positive = 256
+    max_open_requests: Positive = 4096
+    request_timeout_s: Seconds = 3600.0
+    api_key_file: str | None = None
 
 
 class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from moe_runtime.gateway.body import parse_body
-from moe_runtime.gateway.errors import ApiError, ClientGoneError, invalid
+from moe_runtime.gateway.errors import ApiError, ClientGoneError
 from moe_runtime.gateway.responses import ChatForm, CompletionForm
 from moe_runtime.gateway.schema import BODIES, ChatRequest, CompletionRequest
 from moe_runtime.gateway.service import Service
@@ -35,7 +35,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         arrived = time.perf_counter()
         body = await parse_body(request, CompletionRequest, service.max_body_bytes)
-        _check_stream_options(body)
         service.admit(body.model)
         prompts = await service.encoder.completion(body)
         return await service.answer(request, body, CompletionForm(service.model, body.include_usage), prompts, arrived)
@@ -44,7 +43,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         arrived = time.perf_counter()
         body = await parse_body(request, ChatRequest, service.max_body_bytes)
-        _check_stream_options(body)
         service.admit(body.model)
         prompt = await service.encoder.chat(body)
         return await service.answer(request, body, ChatForm(service.model, body.include_usage), [prompt], arrived)
@@ -108,11 +106,6 @@ def _add_errors(app: FastAPI) -> None:
 
 def _error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(), status_code=error.status)
-
-
-def _check_stream_options(body: CompletionRequest | ChatRequest) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options: only a request with stream: true can have it", "stream_options")
 
 
 def _body_of(schema: str) -> dict[str, Any]:

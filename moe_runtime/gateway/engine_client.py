@@ -79,11 +79,11 @@ class EngineClient:
         prompt_tokens, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
         node = self._balancer.place(request.request_id, prompt_tokens, max_tokens, self._alive)
         if node is None:
-            raise ApiError(503, "no attention node that can hold this request is connected", code="overloaded")
+            raise ApiError(503, "no attention node that can hold this request is connected", code="unavailable")
         self._mailboxes[request.request_id] = mailbox
         if not self._send(node, encode(request)):
             self._forget(request.request_id)
-            raise ApiError(503, f"attention node {node} takes no requests now", code="overloaded")
+            raise ApiError(503, f"attention node {node} takes no requests now", code="unavailable")
 
     def abort(self, request_id: str) -> None:
         """Free the request on its node; does nothing if it has ended."""
@@ -93,7 +93,7 @@ class EngineClient:
     def fail_all(self, message: str) -> None:
         """End every open request with an error, on the nodes too."""
         for request_id, mailbox in list(self._mailboxes.items()):
-            mailbox.put_nowait(RequestFailed(request_id, "overloaded", message))
+            mailbox.put_nowait(RequestFailed(request_id, "unavailable", message))
             self.abort(request_id)
 
     def close(self) -> None:
@@ -126,7 +126,8 @@ class EngineClient:
         if mailbox is None:
             return  # aborted while this was on its way
         mailbox.put_nowait(message)
-        if isinstance(message, TokenOutput):
+        # Scores of a prompt's part do not mean that all of it is computed.
+        if isinstance(message, TokenOutput) and message.token_ids:
             self._balancer.produced(message.request_id, len(message.token_ids))
         if isinstance(message, RequestFailed) or message.finish_reason is not None:
             self._forget(message.request_id)

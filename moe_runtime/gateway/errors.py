@@ -4,12 +4,14 @@ from typing import Any
 
 from moe_runtime.protocol.messages import RequestFailed
 
-_KINDS = {"invalid": 400, "overloaded": 503, "internal": 500}
+_KINDS = {"invalid": 400, "overloaded": 429, "unavailable": 503, "internal": 500}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
     500: "internal_error",
-    503: "overloaded_error",
+    503: "unavailable_error",
 }
 
 

@@ -31,9 +31,9 @@ class RequestModel(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif name not in cls.not_yet:
-                raise _at(name, f"unknown field{_hint(name, cls)}")
+                raise field_error(name, f"unknown field{_hint(name, cls)}")
             elif value is not None and not any(_same(value, neutral) for neutral in cls.not_yet[name]):
-                raise _at(name, "this server does not support this field yet")
+                raise field_error(name, "this server does not support this field yet")
         return kept
 
 
@@ -50,7 +50,8 @@ def value_error(message: str) -> PydanticCustomError:
     return PydanticCustomError("value", "{message}", {"message": message})
 
 
-def _at(name: str, message: str) -> PydanticCustomError:
+def field_error(name: str, message: str) -> PydanticCustomError:
+    """A fault of the named field, for validators that see a whole body."""
     return PydanticCustomError("name", "{message}", {"message": message, "field": name[:80]})
 
 

@@ -1,129 +1,87 @@
-"""The two request bodies of OpenAI's API, with the fields and ranges that this server honours."""
+"""The request bodies of OpenAI's two endpoints, with the fields and ranges that this server honours."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from moe_runtime.gateway.fields import RequestModel, value_error
+from moe_runtime.gateway.fields import RequestModel, field_error
+from moe_runtime.gateway.parameter_types import (
+    AllowedTokens,
+    BadWords,
+    CountOrAll,
+    Fraction,
+    LogitBias,
+    LogprobCount,
+    Penalty,
+    Prompts,
+    Stop,
+    StopTokens,
+)
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
+MAX_CHOICES = 256
 
 # Values that ask for nothing. Where a number has its neutral value, sending it changes no text.
 _NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
+    "best_of": (1,),
     "cache_salt": (),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "metadata": ({},),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
     "priority": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "store": (False,),
     "structured_outputs": (),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
 
-def _parse_stop(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops[: MAX_STOPS + 1]):
-        raise value_error("must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise value_error(f"at most {MAX_STOPS} stop strings are allowed, got {len(stops)}")
-    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise value_error(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
-
-
-def _parse_prompt(value: Any) -> tuple[str | list[int], ...]:
-    """Strings, token ids, or lists of either, always as a list of prompts."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(prompts, list):
-        raise value_error("must be a string, a list of token ids, or a list of either")
-    if not prompts:
-        raise value_error("must not be empty")
-    if len(prompts) > MAX_PROMPTS:
-        raise value_error(f"at most {MAX_PROMPTS} prompts are allowed, got {len(prompts)}")
-    if not all(isinstance(prompt, str) for prompt in prompts) and not all(_is_ids(prompt) for prompt in prompts):
-        raise value_error("must be a string, a list of token ids, or a list of either, none of them empty")
-    if any(len(prompt) == 0 for prompt in prompts):
-        raise value_error("must not be empty")
-    return tuple(prompts)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-_STRINGS = {"type": "array", "items": {"type": "string"}}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_STOP_SCHEMA = {"anyOf": [{"type": "string", "minLength": 1}, {**_STRINGS, "maxItems": MAX_STOPS}]}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        _IDS,
-        {**_STRINGS, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
-Stop = Annotated[tuple[str, ...], PlainValidator(_parse_stop), WithJsonSchema(_STOP_SCHEMA)]
-Prompts = Annotated[tuple[str | list[int], ...], PlainValidator(_parse_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-def _parse_top_k(value: Any) -> int:
-    if type(value) is not int or (value < 1 and value != -1):
-        raise value_error("must be -1 (all tokens) or an integer of at least 1")
-    return value
-
-
 class StreamOptions(RequestModel):
-    """include_usage: a last chunk with the whole stream's usage."""
+    """include_usage: a last chunk with the stream's usage; continuous_usage_stats: usage so far in every chunk."""
 
-    not_yet: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "continuous_usage_stats": (False,),
-        "include_obfuscation": (False,),
-    }
+    not_yet: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(RequestModel):
-    """What both endpoints share. `user` has no effect by OpenAI's definition."""
+    """What both endpoints share. `user` has no effect by OpenAI's definition.
+
+    truncate_prompt_tokens keeps the prompt's last tokens: so many, or with -1 as many as leave room for the answer.
+    timeout: seconds after which the request ends with status 408. seed: choice i of a prompt draws with seed + i.
+    """
 
     not_yet: ClassVar[Mapping[str, tuple[object, ...]]] = _NOT_YET
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[
-        int, PlainValidator(_parse_top_k), WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]})
-    ] = -1
+    top_k: CountOrAll = -1
     min_p: Fraction = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] = 1.0
+    logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stop = ()
+    stop_token_ids: StopTokens = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: LogprobCount | None = None
+    truncate_prompt_tokens: CountOrAll | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -133,22 +91,51 @@ class GenerationRequest(RequestModel):
         return self.max_tokens
 
     @property
+    def scored(self) -> int | None:
+        """How many of the best tokens to report with each one; None for no scores at all."""
+        raise NotImplementedError
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "only a request with stream: true can have it")
+        if self.prompt_logprobs is not None and self.stream:
+            raise field_error("prompt_logprobs", "only an answer that is not streamed can show them")
+        if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
+            raise field_error("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_new_tokens}")
+        return self
+
 
 class CompletionRequest(GenerationRequest):
-    """Body of /v1/completions."""
+    """Body of /v1/completions. max_tokens may be 0 with echo: the prompt is only scored."""
 
-    not_yet: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **_NOT_YET,
-        "add_special_tokens": (True,),
-        "best_of": (1,),
-        "echo": (False,),
-        "logprobs": (),
-        "suffix": (),
-    }
+    not_yet: ClassVar[Mapping[str, tuple[object, ...]]] = {**_NOT_YET, "suffix": ()}
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    add_special_tokens: bool = True
+    echo: bool = False
+    logprobs: LogprobCount | None = None
+
+    @property
+    def scored(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1, or 0 with echo: true")
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            counts = f"{len(self.prompt)} prompts with {self.n} choices each"
+            raise field_error("n", f"{counts} are more than the {MAX_CHOICES} choices that one request may ask for")
+        return self
 
 
 class TextPart(RequestModel):
@@ -189,22 +176,40 @@ class ChatMessage(RequestModel):
         return "".join(part.text for part in self.content)
 
 
-class ChatRequest(GenerationRequest):
+class Conversation(RequestModel):
+    """Messages and how the chat template renders them; `model` is checked by the endpoint.
+
+    continue_final_message: the last message is the beginning of the answer. chat_template_kwargs: further variables of
+    the model's own template.
+    """
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> "Conversation":
+        if self.continue_final_message:
+            if self.messages[-1].role != "assistant":
+                raise field_error("continue_final_message", "the last message must be the assistant's")
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise field_error("continue_final_message", "cannot be true together with add_generation_prompt")
+        return self
+
+
+class ChatRequest(Conversation, GenerationRequest):
     """Body of /v1/chat/completions. max_completion_tokens is OpenAI's newer name of max_tokens."""
 
     not_yet: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **_NOT_YET,
-        "add_generation_prompt": (True,),
-        "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "logprobs": (False,),
         "modalities": (["text"],),
         "parallel_tool_calls": (True, False),
         "prediction": (),
@@ -214,12 +219,23 @@ class ChatRequest(GenerationRequest):
         "verbosity": (),
         "web_search_options": (),
     }
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobCount = 0
 
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def scored(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "needs logprobs: true")
+        return self
 
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest)

@@ -39,7 +39,7 @@ class Service:
     def admit(self, model: str | None) -> None:
         """Raises ApiError 503 while shutting down, and 404 for a model that is not served here."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="overloaded")
+            raise ApiError(503, "the server is shutting down", code="unavailable")
         if model is not None and model != self.model:
             message = f"the model {shorten(model)} does not exist; this server has {self.model!r}"
             raise ApiError(404, message, "model", "model_not_found")

@@ -124,9 +124,8 @@ def test_images_are_refused_by_name(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 2), ("n", True), ("logit_bias", {"1": 5}), ("presence_penalty", 0.5), ("min_tokens", 3), ("best_of", 2),
-     ("stop_token_ids", [1]), ("echo", True), ("logprobs", 1), ("use_beam_search", True),
-     ("response_format", {"type": "json_object"}), ("repetition_penalty", 1.1), ("skip_special_tokens", False)],
+    [("best_of", 2), ("use_beam_search", True), ("response_format", {"type": "json_object"}), ("suffix", "x"),
+     ("guided_regex", "a+"), ("return_token_ids", True)],
 )  # fmt: skip
 def test_known_fields_not_there_yet_are_refused_by_name(cluster: Cluster, field: str, value: Any) -> None:
     error = refused(cluster, "/v1/completions", {"prompt": "x", field: value})
@@ -135,7 +134,7 @@ def test_known_fields_not_there_yet_are_refused_by_name(cluster: Cluster, field:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tools", [{"type": "function"}]), ("logprobs", True), ("top_logprobs", 3), ("chat_template", "x")],
+    [("tools", [{"type": "function"}]), ("chat_template", "x"), ("tool_choice", "required")],
 )
 def test_known_chat_fields_not_there_yet_are_refused_by_name(cluster: Cluster, field: str, value: Any) -> None:
     error = refused(cluster, "/v1/chat/completions", {"messages": MESSAGES, field: value})
@@ -224,7 +223,9 @@ def test_unknown_models_and_paths(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("kind", "status"), [("invalid", 400), ("overloaded", 503), ("internal", 500)])
+@pytest.mark.parametrize(
+    ("kind", "status"), [("invalid", 400), ("overloaded", 429), ("unavailable", 503), ("internal", 500)]
+)
 def test_an_engine_that_refuses_has_its_status(cluster: Cluster, kind: str, status: int, stream: bool) -> None:
     cluster.script(lambda submit: Answer([], failure=(kind, "no, because")))
     response = cluster.http.post("/v1/completions", json={"prompt": ["x", "y"], "stream": stream})
