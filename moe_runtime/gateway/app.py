@@ -105,7 +105,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status)
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 def _body_of(schema: str) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """What can go wrong with a request, as the status and body that OpenAI's clients understand."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe_runtime.protocol.messages import RequestFailed
 
 _KINDS = {"invalid": 400, "overloaded": 429, "unavailable": 503, "internal": 500}
+# How long clients should leave the server alone, in seconds: a queue moves on, a restart takes longer.
+_RETRY_AFTER = {429: "1", 503: "5"}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -16,14 +19,26 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` names the field at fault, `code` is a word that programs can test."""
+    """An answer other than 200. `param` names the field at fault, `code` is a word that programs can test.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    headers: what the answer says in its header; 429 and 503 have Retry-After by themselves.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        retry_after = {"retry-after": _RETRY_AFTER[status]} if status in _RETRY_AFTER else {}
+        self.headers = {**retry_after, **(headers or {})}
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
