@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 
 from moe_runtime.gateway.body import parse_body
 from moe_runtime.gateway.errors import ApiError, ClientGoneError
-from moe_runtime.gateway.responses import ChatForm, CompletionForm
 from moe_runtime.gateway.schema import BODIES, ChatRequest, CompletionRequest
 from moe_runtime.gateway.service import Service
 
@@ -35,17 +34,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         arrived = time.perf_counter()
         body = await parse_body(request, CompletionRequest, service.max_body_bytes)
-        service.admit(body.model)
-        prompts = await service.encoder.completion(body)
-        return await service.answer(request, body, CompletionForm(service.model, body.include_usage), prompts, arrived)
+        return await service.complete(request, body, arrived)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_of("ChatRequest"))
     async def chat_completions(request: Request) -> Response:
         arrived = time.perf_counter()
         body = await parse_body(request, ChatRequest, service.max_body_bytes)
-        service.admit(body.model)
-        prompt = await service.encoder.chat(body)
-        return await service.answer(request, body, ChatForm(service.model, body.include_usage), [prompt], arrived)
+        return await service.chat(request, body, arrived)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -125,9 +125,11 @@ class GatewayNode:
     def _make_service(self, welcome: Welcome, tokenizer: TextTokenizer, engine: EngineClient) -> Service:
         config, spec = welcome.config, msgspec.msgpack.decode(welcome.spec, type=ModelSpec)
         return Service(
-            model=config.model.served_name or config.model.path,
+            models=(config.model.served_name or config.model.path, *config.model.aliases),
             limits=Limits(engine.capacity, config.gateway.max_tokens_default, spec.vocab, spec.eos_ids),
             max_body_bytes=config.gateway.max_body_bytes,
+            max_open_requests=config.gateway.max_open_requests,
+            request_timeout_s=config.gateway.request_timeout_s,
             stale_after_s=max(_STALE_FLOOR_S, _STALE_HEARTBEATS * config.cluster.heartbeat_s),
             tokenizer=tokenizer,
             encoder=PromptEncoder(tokenizer, spec.vocab),
