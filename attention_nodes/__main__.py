@@ -63,7 +63,9 @@ def _experts(
     node: NodeContext, checkpoint: Checkpoint, links: dict[int, Link], controller: ControllerClient
 ) -> LocalExperts | RemoteExperts:
     if links:
-        return RemoteExperts(node.welcome.index, links, node.placement, node.welcome.fingerprint, node.device)
+        return RemoteExperts(
+            node.welcome.index, links, node.placement, node.welcome.fingerprint, node.device, node.config.exchange.wire
+        )
     layers = load_expert_layers(checkpoint, node.spec, node.placement, 0, node.dtype, node.device, controller.progress)
     return LocalExperts(layers, node.placement, node.device)
 

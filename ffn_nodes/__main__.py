@@ -29,6 +29,7 @@ def serve(node: NodeContext, controller: ControllerClient) -> None:
         node.placement.epoch,
         node.welcome.fingerprint,
         GatherQueue(exchange.gather, exchange.gather_window_us),
+        exchange.wire,
     )
     socket_path = Path(node.welcome.run_dir) / f"{node.name}.sock"
     listener = LinkListener(node.link_options(), socket_path, node.config.cluster.host)

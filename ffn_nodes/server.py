@@ -15,7 +15,7 @@ from moe_runtime.errors import LinkClosedError, LinkTimeoutError, ProtocolError
 from moe_runtime.models.expert_layers import ExpertLayer
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.protocol.header import Header, Kind, PayloadType, expect
-from moe_runtime.protocol.payload import Frame, dispatch_parts, error_reply, payload_size
+from moe_runtime.protocol.payload import Frame, dispatch_parts, error_reply, hidden_parts, payload_size, slots_part
 from moe_runtime.transport.base import Link
 
 
@@ -30,10 +30,12 @@ class ExpertServer:
         epoch: int,
         fingerprint: int,
         queue: GatherQueue,
+        wire: str = "same",
     ) -> None:
         self._spec = spec
         self._layers = layers
-        self._payload = PayloadType.of(dtype)
+        self._dtype = dtype
+        self._payload = PayloadType.of(dtype, wire)
         self._epoch = epoch
         self._fingerprint = fingerprint
         self.queue = queue
@@ -59,7 +61,7 @@ class ExpertServer:
             return []
         start = time.perf_counter()
         layer = group[0].frame.header.layer
-        parts = [dispatch_parts(arrival.frame) for arrival in group]
+        parts = [dispatch_parts(arrival.frame, self._dtype) for arrival in group]
         x_TH, slots_TK, weights_TK = (
             torch.cat(column) if len(group) > 1 else column[0] for column in zip(*parts, strict=True)
         )
@@ -81,13 +83,13 @@ class ExpertServer:
         dead, row = [], 0
         for arrival in group:
             request = arrival.frame.header
-            part_UH = y_TH[row : row + request.tokens]
+            parts = hidden_parts(y_TH[row : row + request.tokens], self._payload)
             row += request.tokens
             header = replace(
-                request, kind=Kind.REPLY, picks=0, payload_bytes=payload_size([part_UH]), clock=floor, busy_us=busy_us
+                request, kind=Kind.REPLY, picks=0, payload_bytes=payload_size(parts), clock=floor, busy_us=busy_us
             )
             try:
-                arrival.link.send(header, [part_UH])
+                arrival.link.send(header, parts)
             except (LinkClosedError, LinkTimeoutError):
                 dead.append(arrival.link)
         return dead
@@ -108,8 +110,7 @@ class ExpertServer:
         if header.tokens == 0:
             raise ProtocolError("token count mismatch: the message says 0, an empty message must not be sent")
         self._check_progress(link, header)
-        _, slots_TK, _ = dispatch_parts(frame)
-        self._layers[header.layer].check(slots_TK.cpu().numpy())
+        self._layers[header.layer].check(slots_part(frame).cpu().numpy())
         # Only a message that is served counts: what was refused may come again, put right.
         self._progress.setdefault(link, {})[header.lane] = header.step, header.layer
 

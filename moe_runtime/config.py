@@ -51,12 +51,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How attention and FFN nodes talk: transport per link (`auto` takes shm on one host), lanes, gather policy."""
+    """How attention and FFN nodes talk: transport per link (`auto` takes shm on one host), lanes, gather policy.
+
+    wire: what hidden states travel as: `same` as the model's dtype, or 8 bits a number with a scale per token.
+    """
 
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     lanes: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
     gather: Literal["laggard_first", "oldest_first", "window", "lockstep"] = "laggard_first"
     gather_window_us: NonNegative = 200
+    wire: Literal["same", "int8", "fp8"] = "same"
     rendezvous_timeout_s: Seconds = 60.0
     reply_timeout_s: Seconds = 120.0
     close_timeout_s: Seconds = 5.0

@@ -7,7 +7,7 @@ Legend: T tokens of the step, U tokens of one message, H hidden, K picks.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from attention_nodes.forward.routing_table import routing_table
 from eplb import Placement
 from moe_runtime.errors import ProtocolError
 from moe_runtime.protocol.header import Header, Kind, PayloadType, expect
-from moe_runtime.protocol.payload import Frame, error_text, payload_size, reply_part
+from moe_runtime.protocol.payload import Frame, error_text, hidden_parts, payload_size, reply_part
 from moe_runtime.transport.base import Link
 
 _CPU = torch.device("cpu")
@@ -85,11 +85,13 @@ class RemoteExperts:
         placement: Placement,
         fingerprint: int,
         device: torch.device = _CPU,
+        wire: str = "same",
     ) -> None:
         self._index = index
         self.links = dict(links)
         self._placement = placement
         self._fingerprint = fingerprint
+        self._wire = wire
         self._routes = routing_table(placement, device)
         self._pending: dict[int, PendingLayer] = {}
         # The least progress any FFN node last told of: where a lane that was idle joins in.
@@ -108,12 +110,14 @@ class RemoteExperts:
         slots_TK = routes.slots(call.experts_TK, call.replica_keys_T)
         node_TK = routes.node_of_slot_S[slots_TK]
         pending = self._pending[lane] = PendingLayer(call, time.monotonic())
+        payload = PayloadType.of(call.x_TH.dtype, self._wire)
+        hidden = hidden_parts(call.x_TH, payload)
         nodes = sorted(self.links) if len(self.links) == 1 else node_TK.unique().tolist()
         for node in nodes:
-            rows_U, parts = self._parts(call, slots_TK, node_TK == node)
+            rows_U, parts = _parts(hidden, call.weights_TK, slots_TK, node_TK == node)
             header = Header(
                 Kind.DISPATCH,
-                PayloadType.of(call.x_TH.dtype),
+                payload,
                 self._index,
                 lane,
                 call.layer,
@@ -149,7 +153,7 @@ class RemoteExperts:
             _check_reply(reply, sent)
             if message.partial_UH is not None:
                 raise ProtocolError(f"{self.links[node].peer} answered lane {reply.lane}, layer {sent.layer} twice")
-            message.partial_UH = reply_part(frame)
+            message.partial_UH = reply_part(frame, pending.call.x_TH.dtype)
         except ProtocolError as error:
             raise ReplyError(reply.lane, str(error)) from error
         message.busy_us = reply.busy_us
@@ -165,13 +169,17 @@ class RemoteExperts:
         self._pending.pop(lane, None)
         self._abandoned[lane] = step
 
-    def _parts(self, call: ExpertCall, slots_TK: Tensor, here_TK: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        slots_here_TK = torch.where(here_TK, slots_TK, -1).to(torch.int32)
-        visits_T = here_TK.any(dim=1)
-        if bool(visits_T.all()):
-            return None, [call.x_TH, slots_here_TK, call.weights_TK]
-        rows_U = visits_T.nonzero().squeeze(1)
-        return rows_U, [call.x_TH[rows_U], slots_here_TK[rows_U], call.weights_TK[rows_U]]
+
+def _parts(
+    hidden: Sequence[Tensor], weights_TK: Tensor, slots_TK: Tensor, here_TK: Tensor
+) -> tuple[Tensor | None, list[Tensor]]:
+    """One node's share of a layer: which rows (None: all), and the message's parts."""
+    parts = [*hidden, torch.where(here_TK, slots_TK, -1).to(torch.int32), weights_TK]
+    visits_T = here_TK.any(dim=1)
+    if bool(visits_T.all()):
+        return None, parts
+    rows_U = visits_T.nonzero().squeeze(1)
+    return rows_U, [part[rows_U] for part in parts]
 
 
 def _check_reply(reply: Header, sent: Header) -> None:

@@ -26,18 +26,35 @@ class Kind(enum.IntEnum):
 
 
 class PayloadType(enum.IntEnum):
-    """What the hidden states travel as."""
+    """What the hidden states travel as; the last two with a float32 scale per token."""
 
     FLOAT32 = 1
     BFLOAT16 = 2
+    INT8 = 3
+    FP8 = 4
 
     @property
     def dtype(self) -> torch.dtype:
-        return {PayloadType.FLOAT32: torch.float32, PayloadType.BFLOAT16: torch.bfloat16}[self]
+        return _DTYPES[self]
+
+    @property
+    def scaled(self) -> bool:
+        return self in (PayloadType.INT8, PayloadType.FP8)
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> "PayloadType":
+    def of(cls, dtype: torch.dtype, wire: str = "same") -> "PayloadType":
+        """The type for activations of `dtype` under exchange.wire."""
+        if wire != "same":
+            return {"int8": cls.INT8, "fp8": cls.FP8}[wire]
         return {torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16}[dtype]
+
+
+_DTYPES = {
+    PayloadType.FLOAT32: torch.float32,
+    PayloadType.BFLOAT16: torch.bfloat16,
+    PayloadType.INT8: torch.int8,
+    PayloadType.FP8: torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)

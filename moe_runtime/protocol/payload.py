@@ -3,6 +3,8 @@
 Legend: T tokens, H hidden, K picks (top_k plus the shared expert). Parts start on ALIGNMENT boundaries.
 DISPATCH: x_TH (payload type), slots_TK int32 (-1: that pick is on another node), weights_TK float32.
 REPLY: y_TH (payload type), the weighted sum over the experts of one node. ERROR: UTF-8 text.
+With a scaled payload type, float32 scales_T1 follow the hidden states: each token is quantized symmetrically by its
+largest number, so that it travels the same whatever is sent with it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import ProtocolError
-from moe_runtime.protocol.header import ALIGNMENT, Header, Kind
+from moe_runtime.protocol.header import ALIGNMENT, Header, Kind, PayloadType
+
+Part = tuple[tuple[int, int], torch.dtype]
+# The largest number that a scaled payload type holds.
+_TOP = {PayloadType.INT8: 127.0, PayloadType.FP8: 448.0}
 
 
 @dataclass(frozen=True)
@@ -41,20 +47,52 @@ def pack_into(buffer: Tensor, parts: Sequence[Tensor]) -> None:
         offset += aligned(part.nbytes)
 
 
-def dispatch_parts(frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-    """(x_TH, slots_TK, weights_TK) as views of a DISPATCH payload. Raises ProtocolError when sizes do not fit."""
-    header = frame.header
-    shape_TH, shape_TK = (header.tokens, header.hidden), (header.tokens, header.picks)
-    x_TH, slots_TK, weights_TK = _views(
-        frame, [(shape_TH, header.payload.dtype), (shape_TK, torch.int32), (shape_TK, torch.float32)]
-    )
-    return x_TH, slots_TK, weights_TK
+def hidden_parts(x_TH: Tensor, payload: PayloadType) -> list[Tensor]:
+    """Hidden states as they travel: themselves, or values with a scale per token."""
+    if not payload.scaled:
+        return [x_TH]
+    top = _TOP[payload]
+    # A token of zeros has scale 1: no division by zero, no NaN at the other end.
+    most_T1 = x_TH.abs().amax(-1, keepdim=True).float()
+    scales_T1 = torch.where(most_T1 == 0, 1.0, most_T1 / top)
+    scaled_TH = (x_TH / scales_T1).clamp_(-top, top)
+    return [(scaled_TH.round_() if payload is PayloadType.INT8 else scaled_TH).to(payload.dtype), scales_T1]
 
 
-def reply_part(frame: Frame) -> Tensor:
-    """y_TH as a view of a REPLY payload. Raises ProtocolError when the size does not fit."""
-    header = frame.header
-    return _views(frame, [((header.tokens, header.hidden), header.payload.dtype)])[0]
+def dispatch_parts(frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(x_TH in dtype, slots_TK, weights_TK) of a DISPATCH payload, views where nothing has to be converted.
+
+    Raises ProtocolError when sizes do not fit.
+    """
+    *hidden, slots_TK, weights_TK = _views(frame, _dispatch_layout(frame.header))
+    return _hidden(hidden, dtype), slots_TK, weights_TK
+
+
+def reply_part(frame: Frame, dtype: torch.dtype) -> Tensor:
+    """y_TH of a REPLY payload in dtype, a view where nothing has to be converted. Raises ProtocolError."""
+    return _hidden(_views(frame, _hidden_layout(frame.header)), dtype)
+
+
+def slots_part(frame: Frame) -> Tensor:
+    """slots_TK of a DISPATCH payload, a view. Raises ProtocolError when sizes do not fit."""
+    return _views(frame, _dispatch_layout(frame.header))[-2]
+
+
+def _dispatch_layout(header: Header) -> list[Part]:
+    shape_TK = (header.tokens, header.picks)
+    return [*_hidden_layout(header), (shape_TK, torch.int32), (shape_TK, torch.float32)]
+
+
+def _hidden_layout(header: Header) -> list[Part]:
+    values: Part = ((header.tokens, header.hidden), header.payload.dtype)
+    return [values, ((header.tokens, 1), torch.float32)] if header.payload.scaled else [values]
+
+
+def _hidden(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    values_TH, scales_T1 = parts
+    return (values_TH.float() * scales_T1).to(dtype)
 
 
 def error_text(frame: Frame) -> str:
@@ -69,7 +107,7 @@ def error_reply(request: Header, message: str) -> tuple[Header, list[Tensor]]:
     return replace(request, kind=Kind.ERROR, payload_bytes=payload_size([part])), [part]
 
 
-def _views(frame: Frame, layout: Sequence[tuple[tuple[int, int], torch.dtype]]) -> list[Tensor]:
+def _views(frame: Frame, layout: Sequence[Part]) -> list[Tensor]:
     sizes = [rows * columns * dtype.itemsize for (rows, columns), dtype in layout]
     expected = sum(aligned(size) for size in sizes)
     if not frame.header.payload_bytes == expected == frame.payload.numel():

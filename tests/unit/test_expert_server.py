@@ -85,7 +85,7 @@ def test_messages_of_one_layer_are_merged_and_each_gets_its_own_result(layer: in
         assert (reply.step, reply.layer, reply.tokens) == (lane + 7, layer, len(parts[0]))
         assert (reply.epoch, reply.fingerprint) == (PLACEMENT.epoch, FINGERPRINT)
         assert reply.clock == 20, "the least progress of any lane that it knows of"
-        torch.testing.assert_close(reply_part(frame), expected(layer, parts), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(reply_part(frame, torch.float32), expected(layer, parts), rtol=1e-5, atol=1e-5)
     assert [link.receive() for link in links] == [None, None]
 
 
@@ -155,7 +155,7 @@ def assert_refused_and_serving(header: Header, parts: list[Tensor], fault: str) 
     for end in (link, other):
         frame = end.receive()
         assert frame is not None and frame.header.kind is Kind.REPLY
-        torch.testing.assert_close(reply_part(frame), expected(LAYER, good), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(reply_part(frame, torch.float32), expected(LAYER, good), rtol=1e-5, atol=1e-5)
     assert node.server.load.tokens[LAYER].sum() == 2 * int((good[1] >= 0).sum()), "what was refused is not counted"
 
 

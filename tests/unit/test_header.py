@@ -74,4 +74,6 @@ def test_expect() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_payload_types(dtype: torch.dtype) -> None:
-    assert PayloadType.of(dtype).dtype is dtype
+    assert PayloadType.of(dtype).dtype is dtype and not PayloadType.of(dtype).scaled
+    assert PayloadType.of(dtype, "int8").dtype is torch.int8
+    assert PayloadType.of(dtype, "fp8").dtype is torch.float8_e4m3fn

@@ -19,9 +19,11 @@ from moe_runtime.protocol.payload import (
     dispatch_parts,
     error_reply,
     error_text,
+    hidden_parts,
     pack_into,
     payload_size,
     reply_part,
+    slots_part,
 )
 
 
@@ -35,20 +37,38 @@ def make_frame(kind: Kind, payload: PayloadType, parts: list[Tensor], tokens: in
 @settings(deadline=None)
 @given(st.integers(0, 5), st.integers(1, 40), st.integers(1, 9), st.sampled_from(PayloadType))
 def test_dispatch_round_trip(tokens: int, hidden: int, picks: int, payload: PayloadType) -> None:
-    x_TH = torch.randn(tokens, hidden).to(payload.dtype)
+    dtype = torch.float32 if payload.scaled else payload.dtype
+    x_TH = torch.randn(tokens, hidden).to(dtype)
     slots_TK = torch.randint(-1, 100, (tokens, picks), dtype=torch.int32)
     weights_TK = torch.rand(tokens, picks)
-    frame = make_frame(Kind.DISPATCH, payload, [x_TH, slots_TK, weights_TK], tokens, hidden, picks)
-    for part, sent in zip(dispatch_parts(frame), (x_TH, slots_TK, weights_TK), strict=True):
+    parts = [*hidden_parts(x_TH, payload), slots_TK, weights_TK]
+    frame = make_frame(Kind.DISPATCH, payload, parts, tokens, hidden, picks)
+    received = dispatch_parts(frame, dtype)
+    for part, sent in zip(received[payload.scaled :], (x_TH, slots_TK, weights_TK)[payload.scaled :], strict=True):
         assert part.dtype == sent.dtype and torch.equal(part, sent)
         assert not part.numel() or (part.data_ptr() - frame.payload.data_ptr()) % ALIGNMENT == 0
+    step_TH = {PayloadType.INT8: x_TH.abs().amax(-1, keepdim=True) / 254, PayloadType.FP8: x_TH.abs() / 16 + 1e-4}
+    assert bool(((received[0] - x_TH).abs() <= step_TH.get(payload, torch.zeros(())) * 1.001).all())
+    assert torch.equal(slots_part(frame), slots_TK)
+
+
+@pytest.mark.parametrize("payload", [PayloadType.INT8, PayloadType.FP8])
+def test_a_token_travels_the_same_whatever_is_sent_with_it(payload: PayloadType) -> None:
+    x_TH = torch.randn(6, 40) * torch.tensor([1.0, 1e4, 1e-6, 0.0, 3.0, 1e20])[:, None]
+    together = hidden_parts(x_TH, payload)
+    for row in range(6):
+        alone = hidden_parts(x_TH[row : row + 1], payload)
+        assert all(torch.equal(a.float(), b[row : row + 1].float()) for a, b in zip(alone, together, strict=True))
+    values_TH, scales_T1 = together
+    back_TH = values_TH.float() * scales_T1
+    assert bool(back_TH.isfinite().all()) and not back_TH[3].any()
 
 
 def test_reply_is_a_view() -> None:
     y_TH = torch.randn(3, 5)
     frame = make_frame(Kind.REPLY, PayloadType.FLOAT32, [y_TH], 3, 5, 0)
-    assert torch.equal(reply_part(frame), y_TH)
-    assert reply_part(frame).data_ptr() == frame.payload.data_ptr()
+    assert torch.equal(reply_part(frame, torch.float32), y_TH)
+    assert reply_part(frame, torch.float32).data_ptr() == frame.payload.data_ptr()
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(4, 5), (3, 100), (0, 0)])
@@ -57,15 +77,15 @@ def test_a_shape_that_does_not_fit(tokens: int, hidden: int) -> None:
     lying = replace(frame, header=replace(frame.header, tokens=tokens, hidden=hidden * 7))
     needed = aligned(tokens * hidden * 7 * 4)
     with pytest.raises(ProtocolError, match=f"64 bytes arrived, the header says 64, its shape needs {needed}"):
-        reply_part(lying)
+        reply_part(lying, torch.float32)
 
 
 def test_a_length_that_does_not_fit() -> None:
     frame = make_frame(Kind.REPLY, PayloadType.FLOAT32, [torch.zeros(3, 5)], 3, 5, 0)
     with pytest.raises(ProtocolError, match="0 bytes arrived, the header says 64"):
-        reply_part(replace(frame, payload=frame.payload[:0]))
+        reply_part(replace(frame, payload=frame.payload[:0]), torch.float32)
     with pytest.raises(ProtocolError, match="64 bytes arrived, the header says 128"):
-        dispatch_parts(replace(frame, header=replace(frame.header, payload_bytes=128)))
+        dispatch_parts(replace(frame, header=replace(frame.header, payload_bytes=128)), torch.float32)
 
 
 @pytest.mark.parametrize("message", ["epoch 3, expected 4", "Zürich \u2603", "", "x" * 1000])

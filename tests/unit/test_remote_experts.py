@@ -17,15 +17,15 @@ from moe_runtime.protocol.payload import Frame
 SPEC = tiny_spec()
 
 
-def exchange(placement: Placement, senders: int = 1) -> tuple[list[RemoteExperts], list[FfnNode]]:
-    nodes = [ffn_node(SPEC, placement, node) for node in range(len(placement.nodes))]
+def exchange(placement: Placement, senders: int = 1, wire: str = "same") -> tuple[list[RemoteExperts], list[FfnNode]]:
+    nodes = [ffn_node(SPEC, placement, node, wire=wire) for node in range(len(placement.nodes))]
     remotes = []
     for sender in range(senders):
         links = {}
         for index, node in enumerate(nodes):
             links[index], far = linked(sender, index)
             node.links.append(far)
-        remotes.append(RemoteExperts(sender, links, placement, FINGERPRINT))
+        remotes.append(RemoteExperts(sender, links, placement, FINGERPRINT, wire=wire))
     return remotes, nodes
 
 
@@ -57,6 +57,29 @@ def collect(remote: RemoteExperts, order: Callable[[list[int]], list[int]] = sor
     """Take all replies, nodes in the given order; the lanes that became complete."""
     done = [remote.accept(node, frame) for node in order(list(remote.links)) for frame in frames(remote, node)]
     return [lane for lane in done if lane is not None]
+
+
+@pytest.mark.parametrize(("wire", "least", "most"), [("int8", 1e-3, 0.015), ("fp8", 0.005, 0.08)])
+def test_a_quantized_wire_costs_its_rounding_and_no_more(wire: str, least: float, most: float) -> None:
+    (remote,), nodes = exchange(place(SPEC, 3), wire=wire)
+    for layer in range(len(SPEC.layers)):
+        call = random_call(layer, 9, seed=layer)
+        remote.dispatch(0, layer, 0, call)
+        for node in nodes:
+            node.run()
+        assert collect(remote) == [0]
+        expected_TH = weighted_sum(SPEC, layer, call.x_TH, call.experts_TK, call.weights_TK)
+        error = float((remote.finish(0).total() - expected_TH).norm() / expected_TH.norm())
+        assert least < error < most
+
+
+def test_nodes_that_expect_another_wire_refuse() -> None:
+    (remote,), nodes = exchange(place(SPEC, 1), wire="int8")
+    remote._wire = "same"
+    remote.dispatch(0, 0, 0, random_call(0, 2))
+    nodes[0].run()
+    with pytest.raises(ReplyError, match="payload type mismatch: the message says FLOAT32, this node has INT8"):
+        collect(remote)
 
 
 @pytest.mark.parametrize(("senders", "nodes"), [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 5)])

@@ -153,11 +153,11 @@ class FfnNode:
             pass
 
 
-def ffn_node(spec: ModelSpec, placement: Placement, node: int, epoch: int | None = None) -> FfnNode:
+def ffn_node(spec: ModelSpec, placement: Placement, node: int, epoch: int | None = None, wire: str = "same") -> FfnNode:
     epoch = placement.epoch if epoch is None else epoch
     queue = GatherQueue("laggard_first", 0)
     layers = expert_layers(spec, placement, node)
-    return FfnNode(ExpertServer(spec, layers, torch.float32, epoch, FINGERPRINT, queue))
+    return FfnNode(ExpertServer(spec, layers, torch.float32, epoch, FINGERPRINT, queue, wire))
 
 
 @dataclass
