@@ -13,6 +13,7 @@ from attention_nodes.forward.local_experts import LocalExperts
 from attention_nodes.forward.model import AttentionModel
 from attention_nodes.forward.remote_experts import RemoteExperts
 from attention_nodes.forward.threads import StepThreads
+from attention_nodes.forward.token_split import BucketSplit, ExactSplit, TokenSplit, expected_visits
 from attention_nodes.scheduling.admission import Admission
 from attention_nodes.scheduling.scheduler import Scheduler
 from attention_nodes.service import AttentionService, RequestSocket
@@ -64,10 +65,27 @@ def _experts(
 ) -> LocalExperts | RemoteExperts:
     if links:
         return RemoteExperts(
-            node.welcome.index, links, node.placement, node.welcome.fingerprint, node.device, node.config.exchange.wire
+            node.welcome.index,
+            links,
+            node.placement,
+            node.welcome.fingerprint,
+            node.device,
+            node.config.exchange.wire,
+            _token_split(node),
         )
     layers = load_expert_layers(checkpoint, node.spec, node.placement, 0, node.dtype, node.device, controller.progress)
     return LocalExperts(layers, node.placement, node.device)
+
+
+def _token_split(node: NodeContext) -> TokenSplit:
+    if node.device.type == "cpu":
+        return ExactSplit()
+    nodes = len(node.placement.nodes)
+    visits = [
+        expected_visits(placed, nodes, layer.ffn.picks)
+        for placed, layer in zip(node.placement.layers, node.spec.layers, strict=True)
+    ]
+    return BucketSplit(visits, node.config.exchange.bucket_slack)
 
 
 def _pool(node: NodeContext, lanes: int) -> BlockPool:

@@ -40,7 +40,7 @@ class ExpertServer:
         self._fingerprint = fingerprint
         self.queue = queue
         self.load = ExpertLoad(spec)
-        self._progress: dict[Link, dict[int, tuple[int, int]]] = {}
+        self._progress: dict[Link, dict[int, tuple[int, int, int]]] = {}
         self._floor = 0
 
     def receive(self, link: Link, frame: Frame) -> None:
@@ -112,10 +112,11 @@ class ExpertServer:
         self._check_progress(link, header)
         self._layers[header.layer].check(slots_part(frame).cpu().numpy())
         # Only a message that is served counts: what was refused may come again, put right.
-        self._progress.setdefault(link, {})[header.lane] = header.step, header.layer
+        self._progress.setdefault(link, {})[header.lane] = header.step, header.layer, header.flags
 
     def _check_progress(self, link: Link, header: Header) -> None:
-        now, last = (header.step, header.layer), self._progress.get(link, {}).get(header.lane, (-1, -1))
+        now = header.step, header.layer, header.flags
+        last = self._progress.get(link, {}).get(header.lane, (-1, -1, 0))
         if now <= last:
             raise ProtocolError(
                 f"step and layer mismatch: lane {header.lane} says step {now[0]} layer {now[1]}, "

@@ -54,6 +54,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How attention and FFN nodes talk: transport per link (`auto` takes shm on one host), lanes, gather policy.
 
     wire: what hidden states travel as: `same` as the model's dtype, or 8 bits a number with a scale per token.
+    bucket_slack: on CUDA, how many times the tokens that are expected at an FFN node a message has room for.
     """
 
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
@@ -61,6 +62,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gather: Literal["laggard_first", "oldest_first", "window", "lockstep"] = "laggard_first"
     gather_window_us: NonNegative = 200
     wire: Literal["same", "int8", "fp8"] = "same"
+    bucket_slack: Annotated[float, msgspec.Meta(ge=1, le=16)] = 1.25
     rendezvous_timeout_s: Seconds = 60.0
     reply_timeout_s: Seconds = 120.0
     close_timeout_s: Seconds = 5.0

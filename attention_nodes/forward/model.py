@@ -1,9 +1,10 @@
 """The attention node's half of the model: one step of one lane as a generator that pauses wherever experts are needed.
 
-The generator yields an ExpertCall per layer and is sent the experts' weighted sum; it returns the sampled rows' logits.
+The generator yields an ExpertCall per layer and is sent the experts' weighted sum; it returns the last hidden states,
+and `logits` makes logits of those rows that somebody wants to see.
 Whoever drives it decides where experts run, so the layer loop is the same split and unsplit.
 
-Legend: T tokens of the step, H hidden, K picks of a token, V vocabulary, P sampled rows.
+Legend: T tokens of the step, H hidden, K picks of a token, V vocabulary, P rows for the head.
 """
 
 from collections.abc import Generator
@@ -52,7 +53,7 @@ class AttentionModel:
         self._windows = tuple(dict.fromkeys(layer.window for layer in spec.layers))
 
     def step(self, batch: Batch) -> Step:
-        """Run one batch; returns float32 logits_PV of its sampled slices, in order."""
+        """Run one batch; returns x_TH, the hidden states of all its tokens after the last layer."""
         spec, weights = self.spec, self._weights
         plan = self._plan(batch)
         keys_T = torch.tensor(
@@ -74,7 +75,13 @@ class AttentionModel:
             experts_TK, weights_TK = route(h_TH, layer, spec, layer_spec.ffn)
             y_TH = yield ExpertCall(index, h_TH, experts_TK, weights_TK, keys_T)
             x_TH = torch.add(x_TH, y_TH, alpha=spec.residual_scale)
-        return self._logits(x_TH, batch)
+        return x_TH
+
+    def logits(self, x_PH: Tensor) -> Tensor:
+        """Final norm and LM head: float32 [P, V] for rows of a step's hidden states."""
+        x_PH = rms_norm(x_PH, self._weights.final_norm_H, self.spec.norm_eps)
+        logits_PV = linear(x_PH, self._weights.lm_head_VH).float()
+        return logits_PV if self.spec.logits_divisor == 1.0 else logits_PV / self.spec.logits_divisor
 
     def _plan(self, batch: Batch) -> AttentionPlan:
         slices = [SequenceSlice(piece.start, piece.count, piece.request.blocks) for piece in batch.slices]
@@ -91,14 +98,3 @@ class AttentionModel:
     def _token_ids(self, batch: Batch) -> Tensor:
         ids = [token for piece in batch.slices for token in piece.request.tokens[piece.start : piece.end]]
         return torch.tensor(ids, device=self._device)
-
-    def _logits(self, x_TH: Tensor, batch: Batch) -> Tensor:
-        rows, end = [], 0
-        for piece in batch.slices:
-            end += piece.count
-            if piece.samples:
-                rows.append(end - 1)
-        x_PH = x_TH[torch.tensor(rows, dtype=torch.int64, device=self._device)]
-        x_PH = rms_norm(x_PH, self._weights.final_norm_H, self.spec.norm_eps)
-        logits_PV = linear(x_PH, self._weights.lm_head_VH).float()
-        return logits_PV if self.spec.logits_divisor == 1.0 else logits_PV / self.spec.logits_divisor

@@ -7,17 +7,18 @@ Legend: T tokens of the step, U tokens of one message, H hidden, K picks.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from attention_nodes.forward.model import ExpertCall
 from attention_nodes.forward.routing_table import routing_table
+from attention_nodes.forward.token_split import ExactSplit, HostCounts, LayerTokens, Share, TokenSplit
 from eplb import Placement
 from moe_runtime.errors import ProtocolError
-from moe_runtime.protocol.header import Header, Kind, PayloadType, expect
+from moe_runtime.protocol.header import SECOND_PART, Header, Kind, PayloadType, expect
 from moe_runtime.protocol.payload import Frame, error_text, hidden_parts, payload_size, reply_part
 from moe_runtime.transport.base import Link
 
@@ -47,12 +48,19 @@ class PendingLayer:
     """A layer that waits for its experts. The call is kept until all have answered."""
 
     call: ExpertCall
+    tokens: LayerTokens
     since: float
-    sent: dict[int, Sent] = field(default_factory=dict)
+    sent: dict[tuple[int, int], Sent] = field(default_factory=dict)  # by node and header flags
+    left_over: HostCounts | None = None
 
     @property
     def complete(self) -> bool:
         return all(message.partial_UH is not None for message in self.sent.values())
+
+    @property
+    def silent(self) -> list[int]:
+        """Nodes that have not answered yet."""
+        return sorted({node for (node, _), message in self.sent.items() if message.partial_UH is None})
 
     @property
     def busy_s(self) -> float:
@@ -86,12 +94,14 @@ class RemoteExperts:
         fingerprint: int,
         device: torch.device = _CPU,
         wire: str = "same",
+        split: TokenSplit | None = None,
     ) -> None:
         self._index = index
         self.links = dict(links)
         self._placement = placement
         self._fingerprint = fingerprint
         self._wire = wire
+        self._split = split or ExactSplit()
         self._routes = routing_table(placement, device)
         self._pending: dict[int, PendingLayer] = {}
         # The least progress any FFN node last told of: where a lane that was idle joins in.
@@ -108,30 +118,44 @@ class RemoteExperts:
         assert lane not in self._pending, f"lane {lane} already waits for experts"
         routes = self._routes[call.layer]
         slots_TK = routes.slots(call.experts_TK, call.replica_keys_T)
-        node_TK = routes.node_of_slot_S[slots_TK]
-        pending = self._pending[lane] = PendingLayer(call, time.monotonic())
         payload = PayloadType.of(call.x_TH.dtype, self._wire)
         hidden = hidden_parts(call.x_TH, payload)
-        nodes = sorted(self.links) if len(self.links) == 1 else node_TK.unique().tolist()
-        for node in nodes:
-            rows_U, parts = _parts(hidden, call.weights_TK, slots_TK, node_TK == node)
-            header = Header(
-                Kind.DISPATCH,
-                payload,
-                self._index,
-                lane,
-                call.layer,
-                self._placement.epoch,
-                step,
-                tokens=len(parts[0]),
-                hidden=call.x_TH.shape[1],
-                picks=slots_TK.shape[1],
-                payload_bytes=payload_size(parts),
-                clock=clock,
-                fingerprint=self._fingerprint,
-            )
-            pending.sent[node] = Sent(header, rows_U)
-            self.links[node].send(header, parts)
+        tokens = LayerTokens(hidden, call.weights_TK, slots_TK, routes.node_of_slot_S[slots_TK])
+        pending = self._pending[lane] = PendingLayer(call, tokens, time.monotonic())
+        header = Header(
+            Kind.DISPATCH,
+            payload,
+            self._index,
+            lane,
+            call.layer,
+            self._placement.epoch,
+            step,
+            tokens=0,
+            hidden=call.x_TH.shape[1],
+            picks=slots_TK.shape[1],
+            payload_bytes=0,
+            clock=clock,
+            fingerprint=self._fingerprint,
+        )
+        shares, pending.left_over = self._split.shares(call.layer, tokens, sorted(self.links))
+        for share in shares:
+            self._send(pending, share, header)
+
+    def _send(self, pending: PendingLayer, share: Share, like: Header) -> None:
+        header = replace(like, tokens=len(share.parts[0]), payload_bytes=payload_size(share.parts))
+        pending.sent[share.node, header.flags] = Sent(header, share.rows_U)
+        self.links[share.node].send(header, share.parts)
+
+    def _send_left_over(self, pending: PendingLayer) -> None:
+        """A second message to each node that more tokens visit than its bucket holds."""
+        if pending.left_over is None:
+            return
+        left_over, pending.left_over = pending.left_over.read(), None
+        for node, count in zip(sorted(self.links), left_over, strict=True):
+            if count > 0:
+                first = pending.sent[node, 0].header
+                share = self._split.rest(first.layer, pending.tokens, node)
+                self._send(pending, share, replace(first, flags=SECOND_PART))
 
     def accept(self, node: int, frame: Frame) -> int | None:
         """Take one reply; the lane whose layer is now complete, or None.
@@ -143,7 +167,7 @@ class RemoteExperts:
         if reply.step <= self._abandoned.get(reply.lane, -1):
             return None
         pending = self._pending.get(reply.lane)
-        message = pending.sent.get(node) if pending else None
+        message = pending.sent.get((node, reply.flags)) if pending else None
         if pending is None or message is None:
             raise ProtocolError(f"reply for lane {reply.lane}, layer {reply.layer}, but nothing is under way there")
         sent = message.header
@@ -158,6 +182,8 @@ class RemoteExperts:
             raise ReplyError(reply.lane, str(error)) from error
         message.busy_us = reply.busy_us
         self.clock_floor = max(self.clock_floor, reply.clock)
+        if pending.complete:
+            self._send_left_over(pending)
         return reply.lane if pending.complete else None
 
     def finish(self, lane: int) -> PendingLayer:
@@ -168,18 +194,6 @@ class RemoteExperts:
         """Give up a lane's step: whatever is still answered for it will be dropped."""
         self._pending.pop(lane, None)
         self._abandoned[lane] = step
-
-
-def _parts(
-    hidden: Sequence[Tensor], weights_TK: Tensor, slots_TK: Tensor, here_TK: Tensor
-) -> tuple[Tensor | None, list[Tensor]]:
-    """One node's share of a layer: which rows (None: all), and the message's parts."""
-    parts = [*hidden, torch.where(here_TK, slots_TK, -1).to(torch.int32), weights_TK]
-    visits_T = here_TK.any(dim=1)
-    if bool(visits_T.all()):
-        return None, parts
-    rows_U = visits_T.nonzero().squeeze(1)
-    return rows_U, [part[rows_U] for part in parts]
 
 
 def _check_reply(reply: Header, sent: Header) -> None:

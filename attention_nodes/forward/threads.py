@@ -22,12 +22,15 @@ class StepThreads:
     threads: int
     alone: bool
 
-    def apply(self, tokens: int, sampled: int, layer: int) -> None:
-        """Set torch's thread count for what follows layer `layer` (-1: the step's start) of a batch."""
-        torch.set_num_threads(self.threads if self.alone or self._heavy(tokens, sampled, layer) else 1)
+    def apply(self, tokens: int, head_rows: int, layer: int) -> None:
+        """Set torch's thread count for what follows layer `layer` (-1: the step's start) of a batch.
 
-    def _heavy(self, tokens: int, sampled: int, layer: int) -> bool:
+        head_rows: tokens that the LM head is run for, to sample or to score them.
+        """
+        torch.set_num_threads(self.threads if self.alone or self._heavy(tokens, head_rows, layer) else 1)
+
+    def _heavy(self, tokens: int, head_rows: int, layer: int) -> bool:
         spec = self.spec
         if layer == len(spec.layers) - 1:
-            return sampled * spec.hidden * spec.vocab >= _WORTH_SHARING
+            return head_rows * spec.hidden * spec.vocab >= _WORTH_SHARING
         return tokens * spec.hidden * (spec.heads + 2 * spec.kv_heads) * spec.head_dim >= _WORTH_SHARING

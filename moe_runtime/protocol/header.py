@@ -19,6 +19,10 @@ HEADER_BYTES = _STRUCT.size
 ALIGNMENT = 64
 
 
+# Flags: what a message is besides its kind.
+SECOND_PART = 2  # the tokens that the layer's first message to this node had no room for
+
+
 class Kind(enum.IntEnum):
     DISPATCH = 1
     REPLY = 2
@@ -63,9 +67,9 @@ class Header:
 
     sender: index of the attention node that owns the lane (also in replies). step: the lane's step number.
     clock: the lane's progress in layers (virtual time; in a reply, the least progress the FFN node knows of).
-    tokens, hidden, picks: the payload's shape. payload_bytes: length of what follows. fingerprint: the model's hash.
+    tokens, hidden, picks: the payload's shape; on a GPU tokens is a bucket, not all of whose places are taken. payload_bytes: length of what follows. fingerprint: the model's hash.
     busy_us: in a reply, microseconds of expert computation that it waited for (the merged call's whole time).
-    flags: bit 0 says that adapter ids follow (none are sent yet, so it must be 0).
+    flags: SECOND_PART or 0; bit 0 says that adapter ids follow (none are sent yet, so it must be 0).
     """
 
     kind: Kind
@@ -98,7 +102,8 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
      tokens, hidden, picks, step, busy_us, clock, payload_bytes, fingerprint) = _STRUCT.unpack(data)  # fmt: skip
     expect("magic", magic, MAGIC)
     expect("protocol version", version, VERSION)
-    expect("flags", flags, 0)
+    if flags not in (0, SECOND_PART):
+        raise ProtocolError(f"flags mismatch: the message says {flags}, this node knows 0 and {SECOND_PART}")
     try:
         kind, payload = Kind(kind), PayloadType(payload)
     except ValueError as error:

@@ -50,7 +50,7 @@ def test_the_layout_of_version_1() -> None:
         (4, "<H", 9, "protocol version mismatch: the message says 9, this node has 1"),
         (6, "<B", 99, "99 is not a valid Kind"),
         (7, "<B", 98, "98 is not a valid PayloadType"),
-        (14, "<H", 1, "flags mismatch: the message says 1, this node has 0"),
+        (14, "<H", 1, "flags mismatch: the message says 1, this node knows 0 and 2"),
     ],
 )
 def test_mismatches_name_both_values(offset: int, form: str, value: int, message: str) -> None:
