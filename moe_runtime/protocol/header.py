@@ -67,7 +67,8 @@ class Header:
 
     sender: index of the attention node that owns the lane (also in replies). step: the lane's step number.
     clock: the lane's progress in layers (virtual time; in a reply, the least progress the FFN node knows of).
-    tokens, hidden, picks: the payload's shape; on a GPU tokens is a bucket, not all of whose places are taken. payload_bytes: length of what follows. fingerprint: the model's hash.
+    tokens, hidden, picks: the payload's shape; on a GPU tokens is a bucket, not all of whose places are taken.
+    payload_bytes: length of what follows. fingerprint: the model's hash.
     busy_us: in a reply, microseconds of expert computation that it waited for (the merged call's whole time).
     flags: SECOND_PART or 0; bit 0 says that adapter ids follow (none are sent yet, so it must be 0).
     """
