@@ -2,11 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_runtime.terminal.target import Target
 
 app = typer.Typer(
     name="moe-runtime",
@@ -20,6 +23,30 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file;
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override one value; may be given more than once.")
 ]
+
+# What `chat` and `complete` share.
+Url = Annotated[str, typer.Option(metavar="URL", help="The server's address, with or without /v1.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Holds the key; else MOE_RUNTIME_API_KEY or OPENAI_API_KEY in the environment, if set."
+    ),
+]
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the first that the server lists.")]
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="0 for the likeliest text.")]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="End the answer after N tokens.")]
+SetFields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Any other field of the request, the value in YAML, such as top_k=40; may be given more than once.",
+    ),
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Give up when the server sends nothing for so long.")]
+History = Annotated[bool, typer.Option("--history/--no-history", help="Remember what you type, for next time.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_TIMEOUT_S = 300.0
 
 
 @app.command()
@@ -93,6 +120,79 @@ def demo_model(
     else:
         build_demo_model(out, seed=seed, progress=typer.echo)
     return 0
+
+
+@app.command()
+def chat(
+    url: Url = DEFAULT_URL,
+    api_key_file: KeyFile = None,
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    fields: SetFields = None,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    history: History = True,
+) -> int:
+    """Converse with any OpenAI-compatible server.
+
+    Ctrl-C stops an answer, not the program; Ctrl-D leaves; /help shows the rest. Where stdin or stdout is not a
+    terminal, all of stdin is one message, and its answer is printed as plain text.
+
+    Example: moe-runtime chat --url http://10.0.0.5:8000 --system "Be brief." --temperature 0.7 --set top_k=40
+
+    Example: moe-runtime chat --set stop='["\\n"]' < question.txt
+    """
+    from moe_runtime.terminal.chat import chat as converse
+
+    target = _target(url, api_key_file, model, temperature, max_tokens, fields, timeout)
+    return converse(target, system, history)
+
+
+@app.command()
+def complete(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT|-", help="The text to go on from; - reads it from stdin.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key_file: KeyFile = None,
+    model: Model = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    fields: SetFields = None,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    history: History = True,
+) -> int:
+    """Print how any OpenAI-compatible server goes on from a text.
+
+    Without PROMPT, a terminal is asked for prompt after prompt; anything else is read whole, as with -. Ctrl-C stops
+    the answer.
+
+    Example: moe-runtime complete "The sky is" --max-tokens 40
+
+    Example: git diff | moe-runtime complete - --temperature 0 > review.txt
+    """
+    from moe_runtime.terminal.complete import complete as complete_text
+
+    target = _target(url, api_key_file, model, temperature, max_tokens, fields, timeout)
+    return complete_text(target, prompt, history)
+
+
+def _target(
+    url: str,
+    key_file: Path | None,
+    model: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+    assignments: list[str] | None,
+    timeout_s: float,
+) -> "Target":
+    from moe_runtime.terminal.fields import check_value, read_fields
+    from moe_runtime.terminal.target import make_target
+
+    options: dict[str, Any] = {"temperature": check_value("--temperature", temperature), "max_tokens": max_tokens}
+    given = {name: value for name, value in options.items() if value is not None}
+    return make_target(url, key_file, model, given | read_fields(assignments or []), timeout_s)
 
 
 def run(arguments: list[str]) -> int:
