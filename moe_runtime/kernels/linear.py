@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.kernels.bank import Weight
+from moe_runtime.quant.tensor import QuantizedTensor, dequantize
+
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 # oneDNN builds a kernel for each new number of rows (about a millisecond) and keeps 1024: pieces bound their number.
 _PIECE_ROWS = 64
@@ -33,8 +36,10 @@ def pack(weight_NK: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _LAYOUT_ROWS)
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, [T, N], for a packed or a plain weight."""
+def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, [T, N], for a packed, a plain or a quantized weight."""
+    if isinstance(weight_NK, QuantizedTensor):
+        return F.linear(x_TK, dequantize(weight_NK, x_TK.dtype), bias_N)
     if not weight_NK.is_mkldnn:
         return F.linear(x_TK, weight_NK, bias_N)
     if len(x_TK) <= _PIECE_ROWS:

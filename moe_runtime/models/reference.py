@@ -67,5 +67,5 @@ def _experts(
 
 def expert_mlp(x_NH: Tensor, weights: ExpertWeights) -> Tensor:
     """down(silu(gate(x)) * up(x)) of one expert for its tokens."""
-    gate_NI, up_NI = F.linear(x_NH, weights.gate_up_2IH).chunk(2, dim=-1)
-    return F.linear(F.silu(gate_NI) * up_NI, weights.down_HI)
+    gate_NI, up_NI = linear(x_NH, weights.gate_up_2IH).chunk(2, dim=-1)
+    return linear(F.silu(gate_NI) * up_NI, weights.down_HI)

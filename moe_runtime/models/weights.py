@@ -1,12 +1,15 @@
-"""The tensors each role holds, as plain frozen dataclasses.
+"""The tensors each role holds, as plain frozen dataclasses; matrices may be quantized.
 
 Legend: V vocabulary, H hidden, D head dimension, Q = heads * D, P = (heads + 2 * kv_heads) * D, I intermediate,
 E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from moe_runtime.kernels.bank import Weight
 
 
 @dataclass(frozen=True)
@@ -14,8 +17,8 @@ class AttentionLayerWeights:
     """The attention node's half of a layer; q, k and v are merged into one projection in that order."""
 
     input_norm_H: Tensor
-    qkv_PH: Tensor
-    o_HQ: Tensor
+    qkv_PH: Weight
+    o_HQ: Weight
     post_norm_H: Tensor
     qkv_bias_P: Tensor | None = None
     o_bias_H: Tensor | None = None
@@ -27,17 +30,17 @@ class AttentionLayerWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Everything an attention node holds. lm_head_VH is embed_VH itself when embeddings are tied."""
+    """Everything an attention node holds. lm_head_VH is embed_VH itself when embeddings are tied and it is plain."""
 
     embed_VH: Tensor
-    layers: tuple[AttentionLayerWeights, ...]
+    layers: Sequence[AttentionLayerWeights]
     final_norm_H: Tensor
-    lm_head_VH: Tensor
+    lm_head_VH: Weight
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """One logical expert: gate rows then up rows in gate_up [2I, H], and down [H, I]."""
 
-    gate_up_2IH: Tensor
-    down_HI: Tensor
+    gate_up_2IH: Weight
+    down_HI: Weight
