@@ -12,22 +12,21 @@ from collections.abc import Callable
 import torch
 
 from attention_nodes.cache.block_pool import BlockPool
-from attention_nodes.decoding.sampler import sample
+from attention_nodes.decoding.finish import finish_step
 from attention_nodes.forward.local_experts import LocalExperts
 from attention_nodes.forward.model import AttentionModel, ExpertCall
 from attention_nodes.forward.remote_experts import RemoteExperts, ReplyError
 from attention_nodes.forward.threads import StepThreads
 from attention_nodes.lane import Lane
 from attention_nodes.scheduling.request import Request
-from attention_nodes.scheduling.scheduler import Scheduler
+from attention_nodes.scheduling.scheduler import Answer, Scheduler
 from attention_nodes.step_metrics import StepMetrics
 from moe_runtime.errors import LinkTimeoutError
-from moe_runtime.protocol.messages import RequestFailed, TokenOutput
+from moe_runtime.protocol.messages import RequestFailed
 from moe_runtime.protocol.payload import Frame
 
 log = logging.getLogger(__name__)
 
-Answer = TokenOutput | RequestFailed
 Deliver = Callable[[list[tuple[bytes, Answer]]], None]
 
 
@@ -111,7 +110,7 @@ class Engine:
         for lane, pending in self._experts.pending.items():
             waited = time.monotonic() - pending.since
             if waited > timeout_s:
-                silent = [self._experts.links[n].peer for n, m in pending.sent.items() if m.partial_UH is None]
+                silent = [self._experts.links[node].peer for node in pending.silent]
                 raise LinkTimeoutError(
                     f"no reply for lane {lane}, layer {pending.call.layer} from {', '.join(silent)} "
                     f"after {waited:.1f} s (exchange.reply_timeout_s is {timeout_s:g})"
@@ -134,7 +133,7 @@ class Engine:
     def _run(self, lane: Lane) -> None:
         start = time.perf_counter()
         if self._threads and lane.batch:
-            self._threads.apply(lane.batch.tokens, len(lane.batch.sampled), lane.layer)
+            self._threads.apply(lane.batch.tokens, lane.batch.head_rows, lane.layer)
         with torch.inference_mode():
             outcome = lane.advance()
             while isinstance(outcome, ExpertCall):
@@ -154,14 +153,16 @@ class Engine:
         self.metrics.head.add(seconds)
         self.metrics.busy.add(seconds)
 
-    def _finish(self, lane: Lane, logits_PV: torch.Tensor) -> None:
+    def _finish(self, lane: Lane, x_TH: torch.Tensor) -> None:
         assert lane.batch is not None
-        sampled = lane.batch.sampled
-        tokens = sample(logits_PV, [piece.request for piece in sampled]) if sampled else []
-        outputs = self.scheduler.complete(lane.finish(), tokens)
+        outcomes = finish_step(self._model.logits, x_TH, lane.batch)
+        answers = self.scheduler.complete(lane.finish(), outcomes)
         self.metrics.steps.add()
-        self.metrics.generated.add(len(tokens))
-        self._deliver(list(outputs))
+        self.metrics.generated.add(sum(outcome.choice is not None for outcome in outcomes))
+        for _, answer in answers:
+            if isinstance(answer, RequestFailed):
+                log.error("request %s failed: %s", answer.request_id, answer.message)
+        self._deliver(answers)
 
     def _fail(self, lane: Lane, message: str) -> None:
         """End a lane's step and its requests: something does not fit, so no token of it can be trusted."""

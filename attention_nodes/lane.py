@@ -39,7 +39,7 @@ class Lane:
         self.clock = max(self.clock, clock_floor)
 
     def advance(self) -> ExpertCall | Tensor:
-        """Compute up to the next layer's experts, or to the end: an ExpertCall, or the sampled rows' logits."""
+        """Compute up to the next layer's experts, or to the end: an ExpertCall, or the step's last hidden states."""
         assert self.step is not None
         reply, self.reply, self.fresh = self.reply, None, False
         try:

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from attention_nodes.engine import Answer, Engine
+from attention_nodes.engine import Engine
 from attention_nodes.scheduling.request import Request, replica_key
+from attention_nodes.scheduling.scheduler import Answer
 from moe_runtime.cluster.controller_client import ControllerClient
 from moe_runtime.config import Config
 from moe_runtime.errors import OverloadedError, RequestError

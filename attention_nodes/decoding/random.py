@@ -9,7 +9,9 @@ Legend: P sampled rows, C candidates.
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
@@ -21,9 +23,19 @@ _BITS = 52
 GUMBEL_SPAN = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1)))) + math.log((_BITS + 1) * math.log(2))
 
 
+def stream_key(seed: int) -> int:
+    """The unsigned 64-bit key of all draws with this seed, which may be any integer that fits 64 bits."""
+    return int(_mix(np.array([seed & _MASK], np.uint64))[0])
+
+
+def draw_keys(streams_P: NDArray[np.uint64], positions_P: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The key of one draw per row, int64 [P]; position is the index of the token being drawn."""
+    return _mix(streams_P + positions_P.astype(np.uint64) * np.uint64(_GOLDEN)).view(np.int64)
+
+
 def draw_key(seed: int, position: int) -> int:
-    """The key of one draw as a signed 64-bit number; position is the index of the token being drawn."""
-    return _signed(_mix(_mix(seed & _MASK) + position * _GOLDEN & _MASK))
+    """One row of draw_keys."""
+    return int(draw_keys(np.array([stream_key(seed)], np.uint64), np.array([position]))[0])
 
 
 def gumbel(keys_C: Tensor, token_ids_C: Tensor) -> Tensor:
@@ -36,10 +48,10 @@ def gumbel(keys_C: Tensor, token_ids_C: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform_C))
 
 
-def _mix(x: int) -> int:
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
-        x = (x ^ (x >> shift)) * factor & _MASK
-    return x ^ (x >> 31)
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
 
 
 def _signed(x: int) -> int:

@@ -1,109 +1,93 @@
-"""From logits to tokens, for a whole batch at once.
+"""From logits to tokens, for a whole batch at once. The order, and why:
 
-Order: temperature, then top-k, then top-p over what top-k left, then min-p relative to the best token (the order of
-transformers' warpers). Each filter is a threshold on the scaled logit, so that equal logits stand or fall together
-and no result depends on a sort's order. The draw is a Gumbel-max over what remains: exact, and robust against
-rounding, since only a near tie of two noisy logits can flip.
+1. Scores (logprobs.py) are of the model's own distribution: the same whatever a request's parameters are.
+2. logit_bias corrects the model's logits, so all that follows sees what the client made of them.
+3. Penalties (penalties.py): repetition first, since it scales by the logit's sign; then frequency and presence, which
+   add.
+4. Masks, for what may not come at all (bans.py, masks.py): after everything that adds, so that nothing brings back what
+   they exclude, and before temperature, so that all the rest is about tokens that may come. Greedy takes the best of
+   these, the lowest id among equals, and top_k 1 is greedy by definition, so that they agree on equal logits too.
+5. Temperature, then top-k, then top-p over what top-k left, then min-p relative to the best token (draw.py): the order
+   of transformers' warpers, each filter working on the distribution that is drawn from.
+6. The draw.
 
-Legend: P sampled rows, V vocabulary, C sorted candidates.
+Each row depends on its own request alone. What a request did not ask for costs it nothing: steps 1 to 4 touch only the
+rows, and where they can only the cells, of those that did.
+
+Legend: P sampled rows, D rows that draw, S scored rows, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.decoding.random import GUMBEL_SPAN, draw_key, gumbel
+from attention_nodes.decoding.draw import DrawParams, draw
+from attention_nodes.decoding.logprobs import score_tokens
+from attention_nodes.decoding.outcome import NONE_LEFT, NOT_FINITE, Choice, Fault
+from attention_nodes.decoding.process import process
+from attention_nodes.decoding.random import draw_keys
+from attention_nodes.decoding.rows import SampledRows
 from attention_nodes.scheduling.request import Request
 
-# Sorting the whole vocabulary costs 40 times as much as taking the best thousand, which nearly always hold top_p.
-_FIRST_CANDIDATES = 1024
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+_PIECE = 64
 
 
-@dataclass(frozen=True)
-class SamplingBatch:
-    """Parameters of the rows that draw (temperature > 0); rows_P are their places among all sampled rows."""
+def sample(logits_PV: Tensor, requests: Sequence[Request]) -> list[Choice | Fault]:
+    """One token per row of contiguous float32 logits, which are overwritten; requests[i] says how to choose in row i.
 
-    rows_P: Tensor
-    temperature_P: Tensor
-    top_k_P: Tensor  # vocabulary size when unlimited
-    top_p_P: Tensor
-    min_p_P: Tensor
-    keys_P: Tensor
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int, device: torch.device) -> "SamplingBatch | None":
-        """None when every row is greedy."""
-        drawing = [(row, request) for row, request in enumerate(requests) if request.sampling.temperature > 0]
-        if not drawing:
-            return None
-        params = [request.sampling for _, request in drawing]
-        return cls(
-            torch.tensor([row for row, _ in drawing], device=device),
-            # A temperature that float32 rounds to 0 would give 0 / 0.
-            torch.tensor([max(p.temperature, _LEAST_TEMPERATURE) for p in params], dtype=torch.float32, device=device),
-            torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-            torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            torch.tensor([draw_key(r.sampling.seed, len(r.tokens)) for _, r in drawing], device=device),
-        )
+    A row without any token to choose from, or with logits that are not finite, gets a Fault instead.
+    """
+    rows = SampledRows.of(requests, logits_PV.shape[1])
+    scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
+    own_SV = logits_PV[scored] if scored else None
+    process(logits_PV, rows)
+    best_P, chosen_P = _best(logits_PV)
+    best = best_P.tolist()
+    if drawing := [row for row, state in enumerate(rows.states) if state.draws and math.isfinite(best[row])]:
+        _draw(logits_PV, best_P, chosen_P, rows, drawing)
+    chosen = chosen_P.tolist()
+    choices = [
+        Choice(token) if math.isfinite(best[row]) else _fault(best[row], rows, row) for row, token in enumerate(chosen)
+    ]
+    if own_SV is not None:
+        counts = [requests[row].sampling.logprobs or 0 for row in scored]
+        scores = score_tokens(own_SV, [chosen[row] for row in scored], counts)
+        for row, score in zip(scored, scores, strict=True):
+            if isinstance(choices[row], Choice):
+                choices[row] = Choice(chosen[row], score)
+    return choices
 
 
-def sample(logits_PV: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token id per row of float32 logits; requests[i] says how to choose in row i."""
-    chosen_P = logits_PV.argmax(dim=-1)
-    batch = SamplingBatch.of(requests, logits_PV.shape[1], logits_PV.device)
-    if batch is not None:
-        chosen_P[batch.rows_P] = draw(logits_PV[batch.rows_P], batch)
-    return chosen_P.tolist()
+def _best(logits_PV: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's highest logit and the lowest id that has it; NaN if there is one. Equals logits_PV.max(dim=-1)."""
+    rows, vocab = logits_PV.shape
+    if vocab % _PIECE:
+        return logits_PV.max(dim=-1)
+    # torch finds a maximum ten times as fast as its place, so the place is looked for in one piece of the row only.
+    pieces_PNB = logits_PV.view(rows, -1, _PIECE)
+    best_P, piece_P = pieces_PNB.amax(dim=-1).max(dim=-1)
+    of_row_P = torch.arange(rows, device=logits_PV.device)
+    return best_P, piece_P * _PIECE + pieces_PNB[of_row_P, piece_P].max(dim=-1).indices
 
 
-def draw(logits_PV: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token id per row, int64 [P]; rows belong to `batch` in order."""
-    # Shifted by the best logit first: a tiny temperature must not overflow to inf - inf.
-    best_P1 = logits_PV.amax(dim=-1, keepdim=True)
-    scaled_PV = (logits_PV - best_P1) / batch.temperature_P.unsqueeze(1)
-    threshold_P = torch.maximum(_threshold(scaled_PV, batch), torch.full_like(batch.min_p_P, -GUMBEL_SPAN))
-    rows, ids = (scaled_PV >= threshold_P.unsqueeze(1)).nonzero(as_tuple=True)
-    noisy_PV = torch.full(scaled_PV.shape, float("-inf"), dtype=torch.float64, device=scaled_PV.device)
-    noisy_PV[rows, ids] = scaled_PV[rows, ids].double() + gumbel(batch.keys_P[rows], ids)
-    return noisy_PV.argmax(dim=-1)
+def _draw(logits_PV: Tensor, best_P: Tensor, chosen_P: Tensor, rows: SampledRows, drawing: Sequence[int]) -> None:
+    """Put the drawn tokens into chosen_P, at the rows that draw."""
+    device, table = logits_PV.device, rows.table[list(drawing)]
+    temperature_D, top_k_D, top_p_D, min_p_D = (
+        torch.from_numpy(table[name].copy()).to(device) for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+    positions = np.array([len(rows.requests[row].tokens) for row in drawing])
+    keys_D = torch.from_numpy(draw_keys(table["stream"], positions)).to(device)
+    params = DrawParams(temperature_D, top_k_D, top_p_D, min_p_D, keys_D)
+    if len(drawing) == len(logits_PV):
+        chosen_P.copy_(draw(logits_PV, best_P, params))
+        return
+    rows_D = torch.tensor(drawing, device=device)
+    chosen_P[rows_D] = draw(logits_PV[rows_D], best_P[rows_D], params)
 
 
-def _threshold(scaled_PV: Tensor, batch: SamplingBatch) -> Tensor:
-    """The lowest scaled logit that may be drawn, float32 [P]; the best one is 0."""
-    vocab = scaled_PV.shape[1]
-    threshold_P = torch.log(batch.min_p_P)  # -inf when off
-    limited = bool((batch.top_k_P < vocab).any())
-    nucleus = bool((batch.top_p_P < 1).any())
-    if not limited and not nucleus:
-        return threshold_P
-    width = min(vocab, max(_FIRST_CANDIDATES, int(batch.top_k_P[batch.top_k_P < vocab].max()) if limited else 1))
-    kept = _filter_sorted(scaled_PV, width, batch)
-    if kept is None:
-        kept = _filter_sorted(scaled_PV, vocab, batch)
-        assert kept is not None
-    return torch.maximum(threshold_P, kept)
-
-
-def _filter_sorted(scaled_PV: Tensor, width: int, batch: SamplingBatch) -> Tensor | None:
-    """Threshold of top-k and top-p from the best `width` candidates, or None when a nucleus may reach beyond them."""
-    vocab = scaled_PV.shape[1]
-    top_PC = torch.topk(scaled_PV, width, dim=-1).values
-    unlimited_P1, nucleus_P1 = (batch.top_k_P >= vocab).unsqueeze(1), (batch.top_p_P < 1).unsqueeze(1)
-    last_P1 = (batch.top_k_P.clamp(max=width) - 1).unsqueeze(1)
-    kth_P1 = top_PC.gather(1, last_P1).masked_fill(unlimited_P1, float("-inf"))
-    if not bool(nucleus_P1.any()):
-        return kth_P1.squeeze(1)
-    # What top-p is a share of: the whole row, or what top-k left of it. Summed in float64 over the row itself, so that
-    # neither the width, which other rows may widen, nor rounding moves a boundary.
-    total_P = torch.where(scaled_PV >= kth_P1, scaled_PV.exp(), 0.0).sum(-1, dtype=torch.float64)
-    weight_PC = top_PC.exp().double()
-    outside_PC = weight_PC.cumsum(-1) - weight_PC >= (batch.top_p_P * total_P).unsqueeze(1)
-    outside_PC[:, 0] = False
-    if width < vocab and bool((~outside_PC[:, -1:] & unlimited_P1 & nucleus_P1).any()):
-        return None
-    end_P1 = top_PC.masked_fill(outside_PC, float("inf")).amin(dim=-1, keepdim=True)
-    return torch.maximum(kth_P1, end_P1.masked_fill(~nucleus_P1, float("-inf"))).squeeze(1)
+def _fault(best: float, rows: SampledRows, row: int) -> Fault:
+    return NONE_LEFT if best < 0 and rows.restricted(row) else NOT_FINITE

@@ -3,6 +3,8 @@
 import hashlib
 from dataclasses import dataclass, field
 
+from attention_nodes.decoding.masks import TokenMask
+from attention_nodes.decoding.state import DecodingState
 from moe_runtime.protocol.messages import SamplingParams
 
 
@@ -26,6 +28,9 @@ class Request:
     in_flight: bool = False
     aborted: bool = False
     preemptions: int = 0
+    mask: TokenMask | None = None
+    prompt_scored: int = 1  # prompt tokens whose scores were sent; the first one has none
+    _decoding: DecodingState | None = None
 
     @property
     def remaining(self) -> int:
@@ -39,11 +44,32 @@ class Request:
     @property
     def most_tokens(self) -> int:
         """Tokens whose KV the request may need at its end: the last generated token is never fed back."""
-        return self.generated_from + self.sampling.max_tokens - 1
+        return self.generated_from + max(self.sampling.max_tokens - 1, 0)
+
+    def append(self, token: int) -> None:
+        """The text grows by one generated token."""
+        self.tokens.append(token)
+        if self.mask is not None:
+            self.mask.accept(token)
+
+    def unscored(self, start: int, stop: int) -> range:
+        """Those of tokens[start:stop] that are prompt tokens with scores still to be sent.
+
+        With the first generated token all of them were: a resumed request owes none either.
+        """
+        if self.sampling.prompt_logprobs is None or self.generated:
+            return range(0)
+        return range(max(start, self.prompt_scored), min(stop, self.generated_from))
+
+    def decoding_state(self, vocab: int) -> DecodingState:
+        """The sampling parameters, prepared on first use."""
+        if self._decoding is None:
+            self._decoding = DecodingState.of(self.sampling, self.tokens, self.generated_from, vocab)
+        return self._decoding
 
     def finish_reason(self) -> str | None:
-        """Why the text ends with the last token, or None."""
-        if self.tokens[-1] in self.sampling.stop_token_ids:
+        """Why the text ends here, or None."""
+        if self.generated and self.tokens[-1] in self.sampling.stop_token_ids:
             return "stop"
         return "length" if self.generated >= self.sampling.max_tokens else None
 

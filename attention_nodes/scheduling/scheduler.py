@@ -16,12 +16,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from attention_nodes.cache.block_pool import BlockPool
+from attention_nodes.decoding.outcome import Choice, Outcome
 from attention_nodes.scheduling.admission import Admission
 from attention_nodes.scheduling.batch import Batch, Slice
 from attention_nodes.scheduling.request import Request
 from moe_runtime.config import SchedulerConfig
 from moe_runtime.errors import OverloadedError, RequestError
-from moe_runtime.protocol.messages import TokenOutput
+from moe_runtime.protocol.messages import RequestFailed, TokenOutput
+
+Answer = TokenOutput | RequestFailed
 
 
 class Scheduler:
@@ -97,26 +100,45 @@ class Scheduler:
         slices.sort(key=lambda piece: piece.count > 1)
         return Batch(tuple(slices)) if slices else None
 
-    def complete(self, batch: Batch, sampled: Sequence[int]) -> list[tuple[bytes, TokenOutput]]:
-        """Take a finished step's tokens (one per sampling slice, in order); returns what to send, by client."""
-        tokens = iter(sampled)
-        outputs = []
-        for piece in batch.slices:
+    def complete(self, batch: Batch, outcomes: Sequence[Outcome]) -> list[tuple[bytes, Answer]]:
+        """Take what a finished step came to, one outcome per slice; returns what to send, by client."""
+        answers: list[tuple[bytes, Answer]] = []
+        for piece, outcome in zip(batch.slices, outcomes, strict=True):
             request = piece.request
             request.in_flight = False
-            token = next(tokens) if piece.samples else None
             if request.aborted:
                 self._drop(request)
                 continue
             request.computed = piece.end
-            if token is not None:
-                request.tokens.append(token)
-                reason = request.finish_reason()
-                outputs.append((request.client, TokenOutput(request.request_id, (token,), reason)))
-                if reason:
-                    del self._requests[request.request_id]
-                    self._drop(request)
-        return outputs
+            answers += ((request.client, answer) for answer in self._take(piece, outcome))
+        return answers
+
+    def _take(self, piece: Slice, outcome: Outcome) -> list[Answer]:
+        request, scores, answers = piece.request, outcome.prompt_scores, list[Answer]()
+        if outcome.fault is not None:
+            self._forget(request)
+            return [RequestFailed(request.request_id, outcome.fault.kind, outcome.fault.message)]
+        if scores:
+            request.prompt_scored += len(scores)
+            answers.append(TokenOutput(request.request_id, (), prompt_scores=scores))
+        if piece.last:
+            answers.append(self._grow_text(request, outcome.choice))
+        return answers
+
+    def _grow_text(self, request: Request, choice: Choice | None) -> TokenOutput:
+        """No choice: nothing but the prompt was asked for, and it is done."""
+        if choice is not None:
+            request.append(choice.token)
+        reason = request.finish_reason()
+        if reason:
+            self._forget(request)
+        tokens = () if choice is None else (choice.token,)
+        scores = () if choice is None or choice.score is None else (choice.score,)
+        return TokenOutput(request.request_id, tokens, reason, scores)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self._drop(request)
 
     def _share(self) -> int:
         everyone = min(len(self._running) + len(self._waiting), self._lanes * self._config.max_batch_requests)

@@ -98,15 +98,16 @@ def served_logits(checkpoint: Checkpoint, experts: Experts, ids: Sequence[int], 
                 slices.append(Slice(request, request.computed, end - request.computed))
         slices.sort(key=lambda piece: piece.count > 1)
         batch = Batch(tuple(slices))
-        rows = run_step(model, experts, batch)
-        for piece, row in zip(batch.sampled, rows, strict=True):
-            logits_TV[len(piece.request.tokens) - 1] = row
-        for piece in slices:
+        last_P = torch.tensor([piece.count for piece in slices]).cumsum(0) - 1
+        rows = run_step(model, experts, batch, last_P)
+        for piece, row in zip(slices, rows, strict=True):
+            logits_TV[piece.end - 1] = row
             piece.request.computed = piece.end
     return logits_TV
 
 
-def run_step(model: AttentionModel, experts: Experts, batch: Batch) -> Tensor:
+def run_step(model: AttentionModel, experts: Experts, batch: Batch, rows_P: Tensor) -> Tensor:
+    """Logits [P, V] after the tokens of these rows."""
     with torch.inference_mode():
         step = model.step(batch)
         try:
@@ -114,7 +115,7 @@ def run_step(model: AttentionModel, experts: Experts, batch: Batch) -> Tensor:
             while True:
                 call = step.send(experts(call))
         except StopIteration as end:
-            return end.value
+            return model.logits(end.value[rows_P])
 
 
 @pytest.mark.parametrize("build", [unsplit, split], ids=["unsplit", "split"])

@@ -4,27 +4,31 @@ It keeps its own KV cache of (request, position) marks, written as a step would 
 two requests share, a position that is skipped or computed twice, or blocks freed under a running step show up there.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attention_nodes.cache.block_pool import BlockPool
+from attention_nodes.decoding.outcome import Choice, Fault, Outcome
 from attention_nodes.scheduling.admission import Admission
-from attention_nodes.scheduling.batch import Batch
+from attention_nodes.scheduling.batch import Batch, Slice
 from attention_nodes.scheduling.request import Request
-from attention_nodes.scheduling.scheduler import Scheduler
+from attention_nodes.scheduling.scheduler import Answer, Scheduler
 from moe_runtime.config import SchedulerConfig
 from moe_runtime.errors import OverloadedError, RequestError
-from moe_runtime.protocol.messages import SamplingParams
+from moe_runtime.protocol.messages import RequestFailed, SamplingParams, TokenOutput, TokenScore
 
 VOCAB, CONTEXT = 50, 40
 STOP = 49
 
 
-def make_request(order: int, prompt: int, max_tokens: int, request_id: str | None = None) -> Request:
-    sampling = SamplingParams(max_tokens, stop_token_ids=(STOP,))
+def make_request(
+    order: int, prompt: int, max_tokens: int, request_id: str | None = None, scored: bool = False
+) -> Request:
+    sampling = SamplingParams(max_tokens, stop_token_ids=(STOP,), prompt_logprobs=0 if scored else None)
     tokens = [(order + i) % STOP for i in range(prompt)]
     return Request(request_id or f"r{order}", b"client", tokens, prompt, sampling, order, replica_key=order)
 
@@ -43,15 +47,23 @@ def next_token(request: Request) -> int:
     return STOP if token == 17 else token
 
 
+def outcome_of(piece: Slice) -> Outcome:
+    """A score says which token it is of."""
+    scores = tuple(TokenScore(float(position), 1) for position in piece.scored)
+    return Outcome(scores, Choice(next_token(piece.request)) if piece.samples else None)
+
+
 @dataclass
 class Tracked:
     """What the machine expects of one request."""
 
     request: Request
     prompt: int
+    scored: bool
     seen_preemptions: int = 0
     computed: int = 0
     outputs: int = 0
+    scores: list[float] = field(default_factory=list)
     ended: bool = False
 
 
@@ -79,17 +91,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tracked(self, request: Request) -> Tracked:
         return self.all[request.order]
 
-    @rule(sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 14)), min_size=2, max_size=6), reuse=st.booleans())
-    def submit_all(self, sizes: list[tuple[int, int]], reuse: bool) -> None:
+    @rule(
+        sizes=st.lists(st.tuples(st.integers(1, 9), st.one_of(st.just(0), st.integers(2, 14))), min_size=2, max_size=6),
+        reuse=st.booleans(),
+        scored=st.booleans(),
+    )
+    def submit_all(self, sizes: list[tuple[int, int]], reuse: bool, scored: bool) -> None:
         for prompt, max_tokens in sizes:
-            self.submit(prompt, max_tokens, reuse)
+            self.submit(prompt, max_tokens, reuse, scored)
 
-    def submit(self, prompt: int, max_tokens: int, reuse: bool) -> None:
+    def submit(self, prompt: int, max_tokens: int, reuse: bool, scored: bool = False) -> None:
         order = len(self.all)
         in_use = {tracked.request.request_id for tracked in self.live}
         ended = [t.request.request_id for t in self.all if t.request.request_id not in in_use]
-        request = make_request(order, prompt, max_tokens, ended[-1] if ended and reuse else None)
-        needed = -(-(prompt + max_tokens - 1) // self.pool.block_size)
+        request = make_request(order, prompt, max_tokens, ended[-1] if ended and reuse else None, scored)
+        needed = -(-(prompt + max(max_tokens - 1, 0)) // self.pool.block_size)
         if needed > self.pool.total:
             counts = f"prompt has {prompt} tokens and max_tokens is {max_tokens}: that needs {needed} KV blocks"
             with pytest.raises(RequestError, match=f"{counts}.*pool has {self.pool.total}"):
@@ -99,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.submit(request)
         else:
             self.scheduler.submit(request)
-            self.all.append(Tracked(request, prompt))
+            self.all.append(Tracked(request, prompt, scored))
 
     @rule(lane=st.integers(0, 3))
     def schedule(self, lane: int) -> None:
@@ -107,27 +123,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.lanes[lane] is None:
             self.lanes[lane] = self.take_batch()
 
-    @rule(lane=st.integers(0, 3))
-    def complete(self, lane: int) -> None:
+    @rule(lane=st.integers(0, 3), faulty=st.one_of(st.none(), st.integers(0, 4)))
+    def complete(self, lane: int, faulty: int | None = None) -> None:
+        """faulty: the number of a slice whose logits turn out broken."""
         if (batch := self.lanes[lane % len(self.lanes)]) is None:
             return
         self.lanes[lane % len(self.lanes)] = None
         self.check_kv(batch)
-        sampled = [(piece.request, next_token(piece.request)) for piece in batch.sampled]
-        expected = [(r, token) for r, token in sampled if not r.aborted]
-        outputs = self.scheduler.complete(batch, [token for _, token in sampled])
-        assert [(o.request_id, o.token_ids) for _, o in outputs] == [(r.request_id, (t,)) for r, t in expected]
-        for (request, token), (client, output) in zip(expected, outputs, strict=True):
-            tracked = self.tracked(request)
-            tracked.outputs += 1
-            assert client == request.client
-            assert request.tokens[-1] == token and len(request.tokens) == tracked.prompt + tracked.outputs
-            full = tracked.outputs == request.sampling.max_tokens
-            assert output.finish_reason == ("stop" if token == STOP else "length" if full else None)
-            tracked.ended = output.finish_reason is not None
+        outcomes = [outcome_of(piece) for piece in batch.slices]
+        if faulty is not None and faulty < len(outcomes):
+            outcomes[faulty] = Outcome(fault=Fault("internal", "broken"))
+        last = [piece.last for piece in batch.slices]
+        answers = iter(self.scheduler.complete(batch, outcomes))
+        for piece, outcome, at_end in zip(batch.slices, outcomes, last, strict=True):
+            if not piece.request.aborted:
+                self.check_answers(self.tracked(piece.request), outcome, at_end, answers)
+        assert next(answers, None) is None
         for piece in batch.slices:
             assert not piece.request.in_flight
             assert not (self.tracked(piece.request).ended and piece.request.blocks)
+
+    def check_answers(
+        self, tracked: Tracked, outcome: Outcome, at_end: bool, answers: Iterator[tuple[bytes, Answer]]
+    ) -> None:
+        request = tracked.request
+        if outcome.fault is not None:
+            failure = RequestFailed(request.request_id, "internal", "broken")
+            assert next(answers) == (request.client, failure)
+            tracked.ended = True
+            return
+        if outcome.prompt_scores:
+            output = TokenOutput(request.request_id, (), prompt_scores=outcome.prompt_scores)
+            assert next(answers) == (request.client, output)
+            tracked.scores += [score.logprob for score in output.prompt_scores]
+        if not at_end:
+            return
+        assert tracked.scores == (list(range(1, tracked.prompt)) if tracked.scored else [])
+        client, output = next(answers)
+        assert (client, output.request_id) == (request.client, request.request_id)
+        if request.sampling.max_tokens == 0:
+            assert (output.token_ids, output.finish_reason) == ((), "length")
+        else:
+            (token,) = output.token_ids
+            tracked.outputs += 1
+            assert outcome.choice is not None and token == outcome.choice.token == request.tokens[-1]
+            full = tracked.outputs == request.sampling.max_tokens
+            assert output.finish_reason == ("stop" if token == STOP else "length" if full else None)
+        assert len(request.tokens) == tracked.prompt + tracked.outputs
+        tracked.ended = output.finish_reason is not None
 
     @rule(steps=st.integers(3, 12), kept=st.integers(0, 4))
     def run(self, steps: int, kept: int) -> None:

@@ -155,8 +155,7 @@ def test_requests_that_resume_elsewhere_go_on_with_the_same_text() -> None:
     Cluster([whole], []).drain()
     text = whole.tokens_of("x")
     other = split_cluster(SPEC, Sizes(), ffn=2)
-    request = other.attention[0].submit("x", [*PROMPTS["p3"], *text[:3]], SAMPLED)
-    request.generated_from -= 3
+    other.attention[0].submit("x", [*PROMPTS["p3"], *text[:3]], SAMPLED, resumed=3)
     other.drain()
     assert other.attention[0].tokens_of("x") == text[3:]
 

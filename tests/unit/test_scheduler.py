@@ -1,15 +1,25 @@
 """The scheduler's laws under any order of events (scheduler_machine.py), and its choices in plain cases."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from scheduler_machine import VOCAB, SchedulerMachine, make_request, make_scheduler
+from scheduler_machine import (
+    STOP,
+    VOCAB,
+    SchedulerMachine,
+    make_request,
+    make_scheduler,
+    next_token,
+    outcome_of,
+)
 
+from attention_nodes.decoding.outcome import Choice, Outcome
 from attention_nodes.scheduling.batch import Batch
-from attention_nodes.scheduling.scheduler import Scheduler
+from attention_nodes.scheduling.scheduler import Answer, Scheduler
 from moe_runtime.errors import OverloadedError, RequestError
-from moe_runtime.protocol.messages import TokenOutput
+from moe_runtime.protocol.messages import SamplingParams, TokenOutput
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
@@ -23,9 +33,14 @@ def scheduled(scheduler: Scheduler) -> Batch:
     return batch
 
 
-def run_step(scheduler: Scheduler) -> list[tuple[bytes, TokenOutput]]:
+def run_step(scheduler: Scheduler) -> list[tuple[bytes, Answer]]:
     batch = scheduled(scheduler)
-    return scheduler.complete(batch, [1] * len(batch.sampled))
+    return scheduler.complete(batch, ones(batch))
+
+
+def ones(batch: Batch) -> list[Outcome]:
+    """Every slice that samples gets token 1."""
+    return [Outcome(choice=Choice(1)) if piece.samples else Outcome() for piece in batch.slices]
 
 
 def spans(batch: Batch) -> list[tuple[int, int, int]]:
@@ -41,7 +56,8 @@ def test_long_runs_under_pressure_keep_the_same_laws(seed: int) -> None:
         lane = dice.randrange(4)
         match dice.choices(("submit", "schedule", "complete", "abort", "fail"), (15, 50, 50, 2, 1))[0]:
             case "submit":
-                machine.submit(dice.randint(1, 6), dice.randint(12, 29), dice.random() < 0.2)
+                scored, length = dice.random() < 0.5, dice.choice((0, *range(12, 30)))
+                machine.submit(dice.randint(1, 6), length, dice.random() < 0.2, scored)
             case "schedule":
                 machine.schedule(lane)
             case "complete":
@@ -87,8 +103,8 @@ def test_decodes_leave_the_oldest_prompt_a_place() -> None:
         scheduler.submit(make_request(order, prompt=1, max_tokens=30))
     second = scheduled(scheduler)
     assert spans(second) == [(1, 0, 1), (2, 0, 1)]
-    scheduler.complete(first, [])
-    scheduler.complete(second, [1, 1])
+    scheduler.complete(first, ones(first))
+    scheduler.complete(second, ones(second))
     assert spans(scheduled(scheduler)) == [(1, 1, 1), (0, 2, 1)]
 
 
@@ -150,8 +166,10 @@ def test_a_full_queue_says_how_many_wait_and_takes_more_once_it_moved() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "fault"),
     [
-        (0, 1, "the prompt has 0 tokens and max_tokens is 1: expected at least 1 of each"),
-        (3, 0, "the prompt has 3 tokens and max_tokens is 0: expected at least 1 of each"),
+        (0, 1, "the prompt has 0 tokens and max_tokens is 1: expected at least 1 and 0"),
+        (0, 0, "the prompt has 0 tokens and max_tokens is 0: expected at least 1 and 0"),
+        (3, -1, "the prompt has 3 tokens and max_tokens is -1: expected at least 1 and 0"),
+        (17, 0, "max_tokens is 0: that needs 5 KV blocks of 4 tokens, but the pool has 4"),
         (30, 11, "the prompt has 30 tokens and max_tokens is 11: together 41, but the context holds 40"),
         (10, 8, "max_tokens is 8: that needs 5 KV blocks of 4 tokens, but the pool has 4"),
     ],
@@ -173,12 +191,72 @@ def test_the_largest_request_that_fits_runs_to_its_end() -> None:
     assert request.generated == 7 and scheduler.preemptions == 0 and pool.free == pool.total
 
 
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("logit_bias", {"logit_bias": ((3, 1.0), (VOCAB, 1.0))}),
+        ("bad_words", {"bad_words": ((3,), (4, VOCAB))}),
+        ("bad_words", {"bad_words": ((VOCAB, 4),)}),
+        ("allowed_token_ids", {"allowed_token_ids": (0, VOCAB)}),
+    ],
+)
+def test_a_token_outside_the_vocabulary_is_refused_by_the_field_that_has_it(field: str, params: dict[str, Any]) -> None:
     scheduler, _ = make_scheduler()
     request = make_request(0, prompt=3, max_tokens=2)
-    request.tokens[1] = VOCAB
-    with pytest.raises(RequestError, match=rf"token id {VOCAB} is outside the vocabulary 0\.\.{VOCAB - 1}"):
+    request.sampling = SamplingParams(2, **params)
+    with pytest.raises(RequestError, match=rf"token id {VOCAB} in {field} is outside the vocabulary 0\.\.{VOCAB - 1}"):
         scheduler.submit(request)
+    request.sampling = SamplingParams(2)
+    request.tokens[1] = -1
+    with pytest.raises(RequestError, match="token id -1 in the prompt is outside"):
+        scheduler.submit(request)
+
+
+def test_an_empty_bad_word_is_refused() -> None:
+    scheduler, _ = make_scheduler()
+    request = make_request(0, prompt=3, max_tokens=2)
+    request.sampling = SamplingParams(2, bad_words=((1,), ()))
+    with pytest.raises(RequestError, match="bad_words holds an empty sequence"):
+        scheduler.submit(request)
+
+
+@pytest.mark.parametrize(("budget", "steps"), [(16, 1), (7, 3)])
+def test_a_prompt_alone_fills_the_pool_and_ends_without_a_token(budget: int, steps: int) -> None:
+    """Its last token is a stop token, which ends nothing: it is the prompt's own."""
+    scheduler, pool = make_scheduler(blocks=4, block_size=4, tokens=budget)
+    request = make_request(0, prompt=16, max_tokens=0)
+    request.tokens[-1] = STOP
+    scheduler.submit(request)
+    answers = [answer for _ in range(steps) for _, answer in run_step(scheduler)]
+    assert answers == [TokenOutput("r0", (), "length")]
+    assert scheduler.running == scheduler.waiting == 0 and pool.free == pool.total
+
+
+def test_scores_of_a_prompt_come_once_in_order_and_before_its_token() -> None:
+    scheduler, _ = make_scheduler(tokens=4)
+    scheduler.submit(make_request(0, prompt=10, max_tokens=3, scored=True))
+    answers = [answer for _ in range(3) for _, answer in run_scored_step(scheduler)]
+    assert [[score.logprob for score in answer.prompt_scores] for answer in answers] == [
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+        [9],
+        [],
+    ]
+    assert [answer.token_ids for answer in answers] == [(), (), (), (next_token(make_request(0, 10, 3)),)]
+
+
+def run_scored_step(scheduler: Scheduler) -> list[tuple[bytes, Answer]]:
+    batch = scheduled(scheduler)
+    return scheduler.complete(batch, [outcome_of(piece) for piece in batch.slices])
+
+
+def test_a_resumed_request_owes_no_scores() -> None:
+    scheduler, _ = make_scheduler()
+    request = make_request(0, prompt=5, max_tokens=4, scored=True)
+    request.generated_from = 2
+    scheduler.submit(request)
+    ((_, answer),) = run_scored_step(scheduler)
+    assert answer.prompt_scores == () and len(answer.token_ids) == 1
 
 
 def test_a_resumed_request_only_generates_what_is_left() -> None:

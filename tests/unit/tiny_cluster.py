@@ -12,13 +12,14 @@ from torch import Tensor
 
 from attention_nodes.cache.block_pool import BlockPool
 from attention_nodes.cache.kv_store import KvStore
-from attention_nodes.engine import Answer, Engine
+from attention_nodes.decoding.masks import TokenMask
+from attention_nodes.engine import Engine
 from attention_nodes.forward.local_experts import LocalExperts
 from attention_nodes.forward.model import AttentionModel
 from attention_nodes.forward.remote_experts import RemoteExperts
 from attention_nodes.scheduling.admission import Admission
 from attention_nodes.scheduling.request import Request, replica_key
-from attention_nodes.scheduling.scheduler import Scheduler
+from attention_nodes.scheduling.scheduler import Answer, Scheduler
 from attention_nodes.step_metrics import StepMetrics
 from eplb import Placement, round_robin
 from ffn_nodes.gather import GatherQueue
@@ -170,8 +171,17 @@ class AttentionNode:
     answers: list[tuple[bytes, Answer]]
     submitted: int = 0
 
-    def submit(self, name: str, prompt: Sequence[int], sampling: SamplingParams) -> Request:
-        request = Request(name, b"gateway", list(prompt), len(prompt), sampling, self.submitted, replica_key(name))
+    def submit(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        resumed: int = 0,
+        mask: TokenMask | None = None,
+    ) -> Request:
+        """tokens: the prompt, and `resumed` tokens that were generated before."""
+        prompt, key = len(tokens) - resumed, replica_key(name)
+        request = Request(name, b"gateway", list(tokens), prompt, sampling, self.submitted, key, mask=mask)
         self.submitted += 1
         self.engine.submit(request)
         return request
@@ -270,6 +280,12 @@ def split_cluster(spec: ModelSpec, sizes: Sizes, attention: int = 1, ffn: int = 
             server.links.append(far)
         nodes.append(attention_node(spec, sizes, RemoteExperts(index, links, placement, FINGERPRINT), links))
     return Cluster(nodes, servers)
+
+
+def reference_logprobs(spec: ModelSpec, tokens: Sequence[int]) -> Tensor:
+    """The plain forward's log-probabilities after each token, float64 [T, V]."""
+    logits_TV = reference_logits(torch.tensor(tokens), spec, attention_weights(spec), TinyCheckpoint(spec).expert)
+    return logits_TV.double().log_softmax(-1)
 
 
 def reference_text(spec: ModelSpec, prompt: Sequence[int], count: int) -> list[int]:

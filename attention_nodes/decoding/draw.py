@@ -1,0 +1,90 @@
+"""Temperature, top-k, top-p, min-p and the draw, for a whole batch at once.
+
+Each filter is a threshold on the scaled logit, so that equal logits stand or fall together and no result depends on a
+sort's order. The draw is a Gumbel-max over what remains: exact, and robust against rounding, since only a near tie of
+two noisy logits can flip.
+
+Legend: P rows, V vocabulary, C sorted candidates, B rows of a block, N cells of a block that may be drawn.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_nodes.decoding.random import GUMBEL_SPAN, gumbel
+
+# Sorting the whole vocabulary costs 40 times as much as taking the best thousand, which nearly always hold top_p.
+_FIRST_CANDIDATES = 1024
+# Logits that get their noise at once: what is in flight stays in a core's cache.
+_BLOCK_LOGITS = 1 << 18
+
+
+@dataclass(frozen=True)
+class DrawParams:
+    """One entry per row: temperature and min_p float32, top_k int64 (the vocabulary's size when off), top_p float64,
+    and the draws' keys, int64.
+    """
+
+    temperature_P: Tensor
+    top_k_P: Tensor
+    top_p_P: Tensor
+    min_p_P: Tensor
+    keys_P: Tensor
+
+
+def draw(logits_PV: Tensor, best_P: Tensor, params: DrawParams) -> Tensor:
+    """Draw one token id per row of logits, int64 [P]; best_P is each row's highest logit, which is finite."""
+    # Shifted by the best logit first: a tiny temperature must not overflow to inf - inf.
+    scaled_PV = (logits_PV - best_P.unsqueeze(1)).div_(params.temperature_P.unsqueeze(1))
+    threshold_P = lowest_drawn(scaled_PV, params).clamp_(min=-GUMBEL_SPAN)
+    rows = max(1, _BLOCK_LOGITS // scaled_PV.shape[1])
+    blocks = zip(scaled_PV.split(rows), threshold_P.split(rows), params.keys_P.split(rows), strict=True)
+    return torch.cat([_draw_block(*block) for block in blocks])
+
+
+def _draw_block(scaled_BV: Tensor, threshold_B: Tensor, keys_B: Tensor) -> Tensor:
+    rows_N, ids_N = (scaled_BV >= threshold_B.unsqueeze(1)).nonzero(as_tuple=True)
+    noisy_N = scaled_BV[rows_N, ids_N].double() + gumbel(keys_B[rows_N], ids_N)
+    best_B = noisy_N.new_full((len(scaled_BV),), float("-inf")).scatter_reduce_(0, rows_N, noisy_N, "amax")
+    winner_N = noisy_N == best_B[rows_N]
+    # Two tokens of a row with the very same noisy logit: the lower id, wherever the row stands.
+    drawn_B = ids_N.new_full((len(scaled_BV),), scaled_BV.shape[1])
+    return drawn_B.scatter_reduce_(0, rows_N[winner_N], ids_N[winner_N], "amin")
+
+
+def lowest_drawn(scaled_PV: Tensor, params: DrawParams) -> Tensor:
+    """The lowest scaled logit that may be drawn, float32 [P]; the best one is 0."""
+    vocab = scaled_PV.shape[1]
+    threshold_P = torch.log(params.min_p_P)  # -inf when off
+    limited = bool((params.top_k_P < vocab).any())
+    nucleus = bool((params.top_p_P < 1).any())
+    if not limited and not nucleus:
+        return threshold_P
+    width = min(vocab, max(_FIRST_CANDIDATES, int(params.top_k_P[params.top_k_P < vocab].max()) if limited else 1))
+    kept = _filter_sorted(scaled_PV, width, params)
+    if kept is None:
+        kept = _filter_sorted(scaled_PV, vocab, params)
+        assert kept is not None
+    return torch.maximum(threshold_P, kept)
+
+
+def _filter_sorted(scaled_PV: Tensor, width: int, params: DrawParams) -> Tensor | None:
+    """Threshold of top-k and top-p from the best `width` candidates, or None when a nucleus may reach beyond them."""
+    vocab = scaled_PV.shape[1]
+    top_PC = torch.topk(scaled_PV, width, dim=-1).values
+    unlimited_P1, nucleus_P1 = (params.top_k_P >= vocab).unsqueeze(1), (params.top_p_P < 1).unsqueeze(1)
+    last_P1 = (params.top_k_P.clamp(max=width) - 1).unsqueeze(1)
+    kth_P1 = top_PC.gather(1, last_P1).masked_fill(unlimited_P1, float("-inf"))
+    if not bool(nucleus_P1.any()):
+        return kth_P1.squeeze(1)
+    # What top-p is a share of: the whole row, or what top-k left of it. Summed in float64 over the row itself, so that
+    # neither the width, which other rows may widen, nor rounding moves a boundary.
+    total_P = torch.where(scaled_PV >= kth_P1, scaled_PV.exp(), 0.0).sum(-1, dtype=torch.float64)
+    weight_PC = top_PC.exp().double()
+    outside_PC = weight_PC.cumsum(-1) - weight_PC >= (params.top_p_P * total_P).unsqueeze(1)
+    outside_PC[:, 0] = False
+    if width < vocab and bool((~outside_PC[:, -1:] & unlimited_P1 & nucleus_P1).any()):
+        return None
+    end_P1 = top_PC.masked_fill(outside_PC, float("inf")).amin(dim=-1, keepdim=True)
+    return torch.maximum(kth_P1, end_P1.masked_fill(~nucleus_P1, float("-inf"))).squeeze(1)
