@@ -1,0 +1,89 @@
+"""Which tile a product uses: from the tuned table of this architecture, or else by a rule.
+
+What decides a row's result (BLOCK_K and the instruction, which follows from BLOCK_N and the warps) depends on the
+weights alone; the number of rows only chooses BLOCK_M, the depth of prefetching and the grid.
+
+Legend: M rows, N weight rows (outputs), K columns (inputs).
+"""
+
+import functools
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from moe_runtime.kernels.triton.launch import power_of_two
+from moe_runtime.quant.formats import Format
+
+TABLES = Path(__file__).parent / "tables"
+# Rows an expert gets on average; a table has an entry for each, and the next larger one is used.
+BUCKETS = (1, 4, 16, 64, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """persistent: as many programs as multiprocessors, each taking tiles in turn; else a program for each tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    persistent: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a table is looked up by. role: gate_up (N outputs of each), down, or linear."""
+
+    format: Format
+    role: str
+    experts: int
+    n: int
+    k: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.format.name} {self.role} {self.experts}x{self.n}x{self.k}"
+
+
+def choose_tile(product: Product, rows: int, architecture: str, table: bool = True) -> Tile:
+    """The tile for rows in all (picks, or tokens of a linear layer). `table` off: the rule only."""
+    mean = max(1, -(-rows // product.experts))
+    bucket = bucket_of(mean)
+    tuned = load_table(architecture).get(product.key, {}).get(str(bucket)) if table else None
+    return tuned or default_tile(product, mean, architecture)
+
+
+def bucket_of(mean_rows: int) -> int:
+    return next((bucket for bucket in BUCKETS if mean_rows <= bucket), BUCKETS[-1])
+
+
+def default_tile(product: Product, mean_rows: int, architecture: str) -> Tile:
+    """BLOCK_M near twice the mean rows from 16 to 64, and 128 where products and not bytes take the time."""
+    if architecture == "interpreter":
+        return Tile(16, 32, 32, 4, 1)
+    block_m = 128 if mean_rows > 64 else min(64, max(16, power_of_two(2 * mean_rows)))
+    return fit(product, Tile(block_m, 64, 64, 4, 3), architecture)
+
+
+def fit(product: Product, tile: Tile, architecture: str) -> Tile:
+    return tile
+
+
+@functools.cache
+def load_table(architecture: str) -> dict[str, dict[str, Tile]]:
+    """Tuned tiles by product and bucket; empty where nobody has tuned. Raises ValueError for a table that is not one."""
+    path = TABLES / f"{architecture}.json"
+    if not path.exists():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return {key: {rows: Tile(**tile) for rows, tile in of.items()} for key, of in entries.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.name} is not a table of tiles: {error}") from None
+
+
+def save_table(path: Path, table: dict[str, dict[str, Tile]]) -> None:
+    plain = {key: {rows: asdict(tile) for rows, tile in of.items()} for key, of in sorted(table.items())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
