@@ -19,10 +19,8 @@ def refuse(key: str, value: object, supported: str) -> ConfigError:
 def base_spec(config: HfConfig, layers: Iterable[LayerSpec]) -> ModelSpec:
     """The spec of everything that all families spell alike; a family replaces what is its own.
 
-    Raises ConfigError for a quantized checkpoint, another activation than silu, and sizes that do not divide.
+    Raises ConfigError for another activation than silu, and for sizes that do not divide.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise refuse("quantization_config", config.quantization_config, "an unquantized checkpoint (no such key)")
     if config.hidden_act not in ("silu", "swish"):
         raise refuse("hidden_act", config.hidden_act, "'silu'")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -12,6 +12,7 @@ from moe_runtime.models.family import Family, HfConfig
 from moe_runtime.models.hf_config import token_ids
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.models.tensor_table import FLOAT_DTYPES, read_table
+from moe_runtime.quant.checkpoints.read import read_quantization
 
 FAMILIES: dict[str, Family] = {
     "mixtral": mixtral.FAMILY,
@@ -27,17 +28,23 @@ def load_spec(model_dir: Path) -> ModelSpec:
 
     Raises ConfigError that names the key, its value and what is supported for whatever cannot be served.
     """
-    raw = _read_json(model_dir / "config.json")
+    raw = read_config(model_dir)
     family = FAMILIES.get(raw.get("model_type", ""))
     if family is None:
         raise ConfigError(
             f"{model_dir / 'config.json'}: model_type is {raw.get('model_type')!r}: supported are {', '.join(FAMILIES)}"
         )
+    read_quantization(raw)  # refuses what it does not understand, before any node has started
     config = _hf_config(model_dir)
     spec = family.to_spec(config)
     return msgspec.structs.replace(
         spec, eos_ids=_generation_eos(model_dir) or spec.eos_ids, checkpoint_dtype=_stored_dtype(model_dir, config)
     )
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """A checkpoint's config.json as it is."""
+    return _read_json(model_dir / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Compares a checkpoint's tensor table with what a spec needs: every tensor used once, none missing, none wrong."""
+"""Compares a checkpoint's weights with what a spec needs: every tensor used once, none missing, none wrong."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.family import Family
 from moe_runtime.models.spec import ModelSpec
+from moe_runtime.models.stored_weights import StoredWeight, assemble
 from moe_runtime.models.tensor_table import FLOAT_DTYPES, StoredTensor
 from moe_runtime.models.weight_roles import (
     TensorRole,
@@ -15,34 +17,59 @@ from moe_runtime.models.weight_roles import (
     name_of,
     role_of,
 )
+from moe_runtime.quant.checkpoints.scheme import Part, Quantization
 
 Shapes = dict[TensorRole, tuple[int, ...]]
+Weights = dict[TensorRole, StoredWeight]
+
+# What a quantization_config is about. Routers, which some hold for linear layers and others not, may be either.
+_LINEARS = frozenset({"q", "k", "v", "o", "gate", "up", "down", "lm_head"})
+
+
+@dataclass(frozen=True)
+class CheckedTable:
+    """Every weight by role, with its shape; `transposed`: fused plain ones stored with their matrix axes swapped."""
+
+    weights: Weights
+    shapes: Shapes
+    transposed: frozenset[TensorRole]
 
 
 def check_table(
-    table: Mapping[str, StoredTensor], spec: ModelSpec, family: Family
-) -> tuple[dict[TensorRole, StoredTensor], frozenset[TensorRole]]:
-    """Assign each tensor its role: (tensors by role, fused ones stored with their two matrix axes swapped).
+    table: Mapping[str, StoredTensor], quantization: Quantization | None, spec: ModelSpec, family: Family
+) -> CheckedTable:
+    """Assign each tensor its role.
 
     An LM head beside tied embeddings is allowed (the loader compares the two). Raises CheckpointError otherwise.
     """
-    tensors, left_over = _assign(table, spec, family)
-    needed = _needed(tensors, spec, family)
+    weights, left_over = _assign(table, quantization, spec, family)
+    needed = _needed(weights, spec, family)
     optional: Shapes = {TensorRole("lm_head"): (spec.vocab, spec.hidden)} if spec.tied_embeddings else {}
-    left_over += [tensor for role, tensor in tensors.items() if role not in needed and role not in optional]
-    _refuse_missing([role for role in needed if role not in tensors], left_over, spec, family)
+    for role, weight in weights.items():
+        if role not in needed and role not in optional:
+            left_over += weight.parts.values()
+    missing = [name_of(role, spec, family) for role in needed if role not in weights]
+    _refuse_missing(missing, left_over, quantization)
     _refuse_left_over(left_over, spec)
-    shapes = needed | {role: shape for role, shape in optional.items() if role in tensors}
-    transposed = _transposed(tensors, shapes)
+    shapes = needed | {role: shape for role, shape in optional.items() if role in weights}
+    transposed = _transposed(weights, shapes)
     for role in shapes:
-        _check(tensors[role], _swap(shapes[role]) if role in transposed else shapes[role])
-    return tensors, transposed
+        _check(role, weights[role], _swap(shapes[role]) if role in transposed else shapes[role], quantization)
+    return CheckedTable(weights, shapes, transposed)
 
 
-def _refuse_missing(missing: list[TensorRole], left_over: list[StoredTensor], spec: ModelSpec, family: Family) -> None:
+def _refuse_missing(missing: list[str], left_over: list[StoredTensor], quantization: Quantization | None) -> None:
     if missing:
         hint = f" (left over: {left_over[0].name})" if left_over else ""
-        raise CheckpointError(f"tensor {name_of(missing[0], spec, family)} is missing{_more(missing)}{hint}")
+        name = _name_in(quantization, missing[0])
+        raise CheckpointError(f"tensor {name} is missing{_more(missing)}{hint}")
+
+
+def _name_in(quantization: Quantization | None, name: str) -> str:
+    """What the first tensor of a weight is called, given what it would be called if it were plain."""
+    module = name.removesuffix(".weight")
+    scheme = quantization.scheme_of(module) if quantization and quantization.complete else None
+    return name if scheme is None else module + min(scheme.suffixes)
 
 
 def _refuse_left_over(left_over: list[StoredTensor], spec: ModelSpec) -> None:
@@ -59,22 +86,23 @@ def _more(items: Sequence[object]) -> str:
 
 
 def _assign(
-    table: Mapping[str, StoredTensor], spec: ModelSpec, family: Family
-) -> tuple[dict[TensorRole, StoredTensor], list[StoredTensor]]:
-    tensors: dict[TensorRole, StoredTensor] = {}
-    left_over = []
-    for name, tensor in table.items():
-        role = role_of(name, spec, family)
+    table: Mapping[str, StoredTensor], quantization: Quantization | None, spec: ModelSpec, family: Family
+) -> tuple[Weights, list[StoredTensor]]:
+    weights: Weights = {}
+    left_over: list[StoredTensor] = []
+    for weight in assemble(table, quantization):
+        role = role_of(weight.name, spec, family)
         if role is None:
-            left_over += [] if is_ignored(name) else [tensor]
-        elif role in tensors:
-            raise CheckpointError(f"tensors {tensors[role].name} and {name} are two names of one tensor")
+            left_over += [] if is_ignored(weight.name) else weight.parts.values()
+        elif role in weights:
+            names = f"{weights[role].some_name} and {weight.some_name}"
+            raise CheckpointError(f"tensors {names} are two names of one tensor")
         else:
-            tensors[role] = tensor
-    return tensors, left_over
+            weights[role] = weight
+    return weights, left_over
 
 
-def _needed(tensors: Mapping[TensorRole, StoredTensor], spec: ModelSpec, family: Family) -> Shapes:
+def _needed(tensors: Weights, spec: ModelSpec, family: Family) -> Shapes:
     """Every role the spec needs, with its shape; a layer's experts are apart or fused, as the checkpoint has them."""
     needed = attention_shapes(spec)
     for layer, layer_spec in enumerate(spec.layers):
@@ -88,7 +116,7 @@ def _needed(tensors: Mapping[TensorRole, StoredTensor], spec: ModelSpec, family:
     return needed
 
 
-def _is_fused(tensors: Mapping[TensorRole, StoredTensor], layer: int, family: Family) -> bool:
+def _is_fused(tensors: Weights, layer: int, family: Family) -> bool:
     if any(TensorRole(part, layer) in tensors for part in ("all_gate_up", "all_down")):
         return True
     expert_parts = [part for name, part in family.moe_tensors.items() if "*" in name or part.startswith("all_")]
@@ -96,16 +124,18 @@ def _is_fused(tensors: Mapping[TensorRole, StoredTensor], layer: int, family: Fa
     return expert_parts[0].startswith("all_") and not some_apart
 
 
-def _transposed(tensors: Mapping[TensorRole, StoredTensor], shapes: Shapes) -> frozenset[TensorRole]:
-    """The fused tensors whose matrices are stored input-first.
+def _transposed(weights: Weights, shapes: Shapes) -> frozenset[TensorRole]:
+    """The fused plain tensors whose matrices are stored input-first.
 
     A shape that reads both ways (2I = H or I = H, never both) follows the layer's other tensor.
     """
     swapped = set()
     for layer in {role.layer for role in shapes if role.part == "all_down"}:
-        pair = [TensorRole("all_gate_up", layer), TensorRole("all_down", layer)]
+        pair = [TensorRole(part, layer) for part in ("all_gate_up", "all_down")]
+        if any(weights[role].scheme for role in pair):
+            continue
         square = [role for role in pair if shapes[role] == _swap(shapes[role])]
-        input_first = [role for role in pair if role not in square and tensors[role].shape == _swap(shapes[role])]
+        input_first = [role for role in pair if role not in square and weights[role].plain.shape == _swap(shapes[role])]
         swapped.update(input_first + square if input_first else [])
     return frozenset(swapped)
 
@@ -114,12 +144,43 @@ def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
+def _check(role: TensorRole, weight: StoredWeight, shape: tuple[int, ...], quantization: Quantization | None) -> None:
+    if weight.scheme is None:
+        _refuse_plain(role, weight, quantization)
+        _check_tensor(weight.plain, Part((shape,), tuple(FLOAT_DTYPES)))
+        return
+    if weight.scheme.fused != (len(shape) == 3) or len(shape) < 2:
         raise CheckpointError(
-            f"tensor {tensor.name} in {tensor.file.name} has shape {list(tensor.shape)}: expected {list(shape)}"
+            f"tensor {weight.some_name} is stored as {weight.scheme.layout}: expected plain numbers of {list(shape)}"
         )
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise CheckpointError(
-            f"tensor {tensor.name} in {tensor.file.name} has dtype {tensor.dtype}: expected {', '.join(FLOAT_DTYPES)}"
-        )
+    expected = weight.scheme.parts(shape)
+    for suffix, part in expected.items():
+        if suffix in weight.parts:
+            _check_tensor(weight.parts[suffix], part)
+        elif not part.optional:
+            found = f"{weight.some_name}, stored as {weight.scheme.layout}"
+            raise CheckpointError(f"tensor {_module(weight)}{suffix} is missing beside {found}")
+    for suffix, tensor in weight.parts.items():
+        if suffix not in expected:
+            kind = f"{weight.scheme.layout} of {weight.scheme.format.name}"
+            raise CheckpointError(f"tensor {tensor.name} is left over: {kind} has no such part")
+
+
+def _refuse_plain(role: TensorRole, weight: StoredWeight, quantization: Quantization | None) -> None:
+    expected = _name_in(quantization, weight.name)
+    if role.part in _LINEARS and expected != weight.name:
+        fault = "is plain, but config.json's quantization_config has it quantized"
+        raise CheckpointError(f"tensor {weight.name} {fault}: expected {expected}")
+
+
+def _module(weight: StoredWeight) -> str:
+    return weight.name.removesuffix(".weight")
+
+
+def _check_tensor(tensor: StoredTensor, expected: Part) -> None:
+    place = f"tensor {tensor.name} in {tensor.file.name}"
+    if tensor.shape not in expected.shapes:
+        shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
+        raise CheckpointError(f"{place} has shape {list(tensor.shape)}: expected {shapes}")
+    if tensor.dtype not in expected.dtypes:
+        raise CheckpointError(f"{place} has dtype {tensor.dtype}: expected {', '.join(expected.dtypes)}")

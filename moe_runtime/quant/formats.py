@@ -74,6 +74,11 @@ FORMATS = {one.name: one for one in _ALL}
 QUANTIZED = tuple(one.name for one in _ALL if one.quantized)
 
 
+def plain_format(dtype: torch.dtype) -> Format:
+    """The format of weights that are kept as plain numbers of this dtype."""
+    return next(one for one in _ALL if not one.quantized and one.dtype == dtype)
+
+
 def format_named(name: str, place: str) -> Format:
     """The format of this name; ConfigError names `place` (a key or an option) and the known formats otherwise."""
     if name in FORMATS:

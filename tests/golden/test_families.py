@@ -14,6 +14,7 @@ from moe_runtime.models.demo.random_models import RANDOM_FAMILIES, write_random_
 from moe_runtime.models.loader import open_checkpoint
 from moe_runtime.models.reference import reference_logits
 from moe_runtime.models.registry import load_spec
+from moe_runtime.quant.formats import plain_format
 
 TOKENS = 48
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -71,7 +72,8 @@ def our_logits(model_dir: Path, ids_T: Tensor, dtype: torch.dtype = torch.float3
     checkpoint = open_checkpoint(model_dir, spec)
     attention = checkpoint.attention_weights(dtype, lambda fraction, what: None)
     with torch.inference_mode():
-        return reference_logits(ids_T, spec, attention, lambda layer, expert: checkpoint.expert(layer, expert, dtype))
+        form = plain_format(dtype)
+        return reference_logits(ids_T, spec, attention, lambda layer, expert: checkpoint.expert(layer, expert, form))
 
 
 def assert_same_logits(ours_TV: Tensor, theirs_TV: Tensor) -> None:

@@ -15,7 +15,9 @@ from moe_runtime.models.demo.random_models import write_random_model
 from moe_runtime.models.loader import Checkpoint, fingerprint, open_checkpoint
 from moe_runtime.models.registry import FAMILIES, load_spec
 from moe_runtime.models.weight_roles import role_of
+from moe_runtime.quant.formats import plain_format
 
+FLOAT32 = plain_format(torch.float32)
 Tensors = dict[str, Tensor]
 W1 = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
@@ -147,9 +149,9 @@ def test_truncated_corrupt_and_missing_files(mixtral: Path) -> None:
 
 
 def test_shards(mixtral: Path) -> None:
-    expected = opened(mixtral).expert(1, 3, torch.float32)
+    expected = opened(mixtral).expert(1, 3, FLOAT32)
     shard_of = shard(mixtral)
-    loaded = opened(mixtral).expert(1, 3, torch.float32)
+    loaded = opened(mixtral).expert(1, 3, FLOAT32)
     assert torch.equal(loaded.gate_up_2IH, expected.gate_up_2IH) and torch.equal(loaded.down_HI, expected.down_HI)
 
     write_index(mixtral, {name: file for name, file in shard_of.items() if name != W1})
@@ -180,7 +182,7 @@ def test_weights_outlive_the_file_and_have_the_dtype_asked_for(mixtral: Path) ->
     checkpoint = opened(mixtral)
     fractions: list[float] = []
     weights = checkpoint.attention_weights(torch.bfloat16, lambda fraction, what: fractions.append(fraction))
-    expert = checkpoint.expert(1, 3, torch.float32)
+    expert = checkpoint.expert(1, 3, FLOAT32)
     del checkpoint
     (mixtral / "model.safetensors").write_bytes(b"\0" * (mixtral / "model.safetensors").stat().st_size)
     assert fractions == sorted(fractions) and fractions[-1] == 1.0
@@ -197,9 +199,9 @@ def test_experts_of_qwen2_in_logical_order(tmp_path: Path) -> None:
     """The shared expert comes after the routed ones, and a dense layer is expert 0."""
     write_random_model("qwen2_moe", tmp_path, overrides={"mlp_only_layers": [0]})
     stored, checkpoint = load_file(tmp_path / "model.safetensors"), opened(tmp_path)
-    shared = checkpoint.expert(1, 8, torch.float32)
+    shared = checkpoint.expert(1, 8, FLOAT32)
     assert torch.equal(shared.down_HI, stored["model.layers.1.mlp.shared_expert.down_proj.weight"])
-    dense = checkpoint.expert(0, 0, torch.float32)
+    dense = checkpoint.expert(0, 0, FLOAT32)
     assert torch.equal(dense.down_HI, stored["model.layers.0.mlp.down_proj.weight"])
 
 

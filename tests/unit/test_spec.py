@@ -119,7 +119,8 @@ def test_every_rope_type_of_transformers_is_done_or_refused(tmp_path: Path) -> N
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu': supported is 'silu'"),
-    ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*awq.*: supported is"),
+    ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits is missing"),
+    ("mixtral", {"quantization_config": {"quant_method": "quip"}}, "quant_method is 'quip': supported is 'compressed-"),
     ("mixtral", {"sliding_window": 0}, "sliding_window is 0: supported is null or at least 1"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9: supported is 1 to num_local_experts 8"),
     ("mixtral", {"num_key_value_heads": 3}, "num_attention_heads is 4: supported is a multiple of .* 3"),

@@ -57,6 +57,11 @@ class Scheme(ABC):
         Raises PartError for scales and zero points that cannot be, and for bits where none belong.
         """
 
+    @property
+    def suffixes(self) -> frozenset[str]:
+        """Those of all tensors that a weight may have."""
+        return frozenset(self.parts((1,) * (3 if self.fused else 2)))
+
     def stored_format(self, dtypes: Mapping[str, str]) -> Format:
         """The format with scales as wide as these tensors have them; `dtypes` by suffix, in safetensors' spelling."""
         return widened(self.format, SCALE_DTYPES.get(dtypes[self.scales], torch.uint8))
