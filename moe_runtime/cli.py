@@ -123,6 +123,44 @@ def demo_model(
 
 
 @app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="IN", help="A plain checkpoint: its directory, or a model id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    form: Annotated[str, typer.Option("--format", help="The experts' format, such as w8a16, w4a16-g64, fp8, mxfp4.")],
+    attention: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Attention and LM head too: w8a16 or w4a16-*.")
+    ] = None,
+    perplexity: Annotated[bool, typer.Option(help="Measure perplexity on a bundled text before and after.")] = True,
+) -> int:
+    """Write a quantized checkpoint that loads without work, in compressed-tensors' layout.
+
+    Prints each layer's relative error, and writes it to OUT/quantization.json. OUT appears whole or not at all.
+
+    Example: moe-runtime quantize build/models/demo build/models/demo-w4 --format w4a16-g64 --attention w8a16
+    """
+    from rich.console import Console
+
+    from moe_runtime.cluster.stop_signals import StopSignals
+    from moe_runtime.models.hub import resolve_model
+    from moe_runtime.models.quantized.command import quantize_checkpoint
+    from moe_runtime.models.quantized.display import ProgressBar, Stopped
+    from moe_runtime.models.quantized.report import show
+    from moe_runtime.quant.formats import format_named
+
+    experts = format_named(form, "--format")
+    linears = format_named(attention, "--attention") if attention else None
+    model_dir = resolve_model(source)
+    with StopSignals() as signals:
+        try:
+            with ProgressBar(f"{model_dir.name} as {form}", lambda: signals.requested) as bar:
+                report = quantize_checkpoint(model_dir, out, experts, linears, measure=perplexity, progress=bar)
+        except Stopped:
+            return signals.exit_code
+    show(report, Console())
+    return 0
+
+
+@app.command()
 def chat(
     url: Url = DEFAULT_URL,
     api_key_file: KeyFile = None,

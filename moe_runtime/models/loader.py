@@ -5,6 +5,7 @@ Legend: V vocabulary, H hidden, Q = heads * D, P = (heads + 2 * kv_heads) * D, I
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,16 +15,17 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.bank import Weight
 from moe_runtime.models.registry import FAMILIES, read_config
 from moe_runtime.models.spec import ModelSpec
-from moe_runtime.models.stored_weights import WeightReader, joined_format
+from moe_runtime.models.stored_weights import joined_format
 from moe_runtime.models.table_check import CheckedTable, check_table
 from moe_runtime.models.tensor_table import read_table
+from moe_runtime.models.weight_reader import WeightReader
 from moe_runtime.models.weight_roles import TensorRole
 from moe_runtime.models.weights import AttentionLayerWeights, AttentionWeights, ExpertWeights
 from moe_runtime.quant.checkpoints.read import read_quantization
 from moe_runtime.quant.formats import Format
 from moe_runtime.quant.joining import as_format, join_rows
 from moe_runtime.quant.quantize import quantize
-from moe_runtime.quant.tensor import QuantizedTensor, dequantize
+from moe_runtime.quant.tensor import dequantize
 
 Progress = Callable[[float, str], None]
 
@@ -40,8 +42,8 @@ class Checkpoint:
 
     def __init__(self, spec: ModelSpec, table: CheckedTable) -> None:
         self.spec = spec
-        self._weights, self._shapes, self._transposed = table.weights, table.shapes, table.transposed
-        self._reader = WeightReader(table.weights.values())
+        self._weights, self._shapes = table.weights, table.shapes
+        self._reader = WeightReader(table)
 
     def check_formats(self, dtype: torch.dtype, quant: str | None, attention_quant: str | None) -> None:
         """Raise what reading in these formats would raise, as far as it can be told without reading."""
@@ -61,15 +63,20 @@ class Checkpoint:
         `progress` is called with the fraction done and what was read. Raises CheckpointError when embeddings are tied
         and the checkpoint has an LM head of its own that differs from them.
         """
-        embed_VH = self._read(TensorRole("embed"), dtype)
+        ends = self.attention_ends(dtype, attention_quant)
         progress(0.0, "embedding")
         layers = []
         for layer in range(len(self.spec.layers)):
             layers.append(self.attention_layer(layer, dtype, attention_quant))
             progress((layer + 1) / len(self.spec.layers), f"attention of layer {layer}")
+        return replace(ends, layers=tuple(layers))
+
+    def attention_ends(self, dtype: torch.dtype, attention_quant: str | None = None) -> AttentionWeights:
+        """What attention_weights has, without the layers."""
+        embed_VH = self._read(TensorRole("embed"), dtype)
         return AttentionWeights(
             embed_VH=embed_VH,
-            layers=tuple(layers),
+            layers=(),
             final_norm_H=self._read(TensorRole("final_norm"), dtype),
             lm_head_VH=self._lm_head(embed_VH, dtype, attention_quant),
         )
@@ -137,7 +144,7 @@ class Checkpoint:
         if not self.spec.tied_embeddings:
             return self._linear([head], dtype, attention_quant)
         stored = self._weights.get(head)
-        if stored and (stored.scheme or not torch.equal(self._plain(head), self._plain(embed))):
+        if stored and (stored.scheme or not torch.equal(self._reader.plain(head), self._reader.plain(embed))):
             raise CheckpointError(
                 f"tensor {stored.some_name} differs from {self._weights[embed].name}, but config.json says "
                 "tie_word_embeddings: true"
@@ -157,11 +164,11 @@ class Checkpoint:
     def _joined(self, roles: list[TensorRole], form: Format, expert: int = -1) -> Weight:
         """Matrices as one, rows in this order."""
         if self._weights[roles[0]].scheme:
-            return as_format(join_rows([self._quantized(role, expert) for role in roles]), form)
+            return as_format(join_rows([self._reader.quantized(role, expert) for role in roles]), form)
         if not form.quantized:
             rows, columns = sum(self._shapes[role][-2] for role in roles), self._shapes[roles[0]][-1]
             return self._copy_plain(roles, torch.empty(rows, columns, dtype=form.dtype), expert)
-        joined = torch.cat([self._plain(role, expert) for role in roles])
+        joined = torch.cat([self._reader.plain(role, expert) for role in roles])
         try:
             return quantize(joined, form)
         except ValueError as error:
@@ -171,27 +178,14 @@ class Checkpoint:
     def _copy_plain(self, roles: list[TensorRole], target: Tensor, expert: int) -> Tensor:
         """Fill `target`, a matrix as large as all of them, row by row."""
         for role, rows in zip(roles, target.split([self._shapes[role][-2] for role in roles]), strict=True):
-            rows.copy_(self._plain(role, expert))
+            rows.copy_(self._reader.plain(role, expert))
         return target
 
     def _read(self, role: TensorRole, dtype: torch.dtype) -> Tensor:
         """As plain numbers, however it is stored."""
         if self._weights[role].scheme:
-            return dequantize(self._quantized(role), dtype)
-        return self._plain(role).to(dtype, copy=True)
-
-    def _plain(self, role: TensorRole, expert: int = -1) -> Tensor:
-        """A plain weight as it is mapped; of a fused one, this expert's matrix."""
-        weight = self._weights[role]
-        if len(self._shapes[role]) < 3:
-            return self._reader.plain(weight)
-        matrix = self._reader.plain_matrix(weight, expert)
-        return matrix.T if role in self._transposed else matrix
-
-    def _quantized(self, role: TensorRole, expert: int = -1) -> QuantizedTensor:
-        weight = self._weights[role]
-        rows, columns = self._shapes[role][-2:]
-        return self._reader.quantized(weight, rows, columns, expert if weight.scheme and weight.scheme.fused else None)
+            return dequantize(self._reader.quantized(role), dtype)
+        return self._reader.plain(role).to(dtype, copy=True)
 
 
 def open_checkpoint(model_dir: Path, spec: ModelSpec) -> Checkpoint:

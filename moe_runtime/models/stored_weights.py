@@ -2,17 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.models.tensor_table import FLOAT_DTYPES, StoredTensor, open_tensors
-from moe_runtime.quant.checkpoints.scheme import PartError, Quantization, Scheme
+from moe_runtime.models.tensor_table import FLOAT_DTYPES, StoredTensor
+from moe_runtime.quant.checkpoints.scheme import Quantization, Scheme
 from moe_runtime.quant.formats import FORMATS, Format, format_named, plain_format
-from moe_runtime.quant.tensor import QuantizedTensor
 
 _PLAIN = ".weight"
 
@@ -113,34 +109,3 @@ def joined_format(
 
 def _told(form: Format | None) -> str:
     return "plain numbers" if form is None else form.name
-
-
-class WeightReader:
-    """Reads weights from mapped files; what it gives away of plain tensors is the mapping itself, to be copied."""
-
-    def __init__(self, weights: Iterable[StoredWeight]) -> None:
-        files = {part.file for weight in weights for part in weight.parts.values()}
-        self._handles: dict[Path, Any] = {file: open_tensors(file) for file in files}
-
-    def plain(self, weight: StoredWeight) -> Tensor:
-        """A plain weight's tensor."""
-        return self._handles[weight.plain.file].get_tensor(weight.plain.name)
-
-    def plain_matrix(self, weight: StoredWeight, index: int) -> Tensor:
-        """One matrix of a plain 3-D tensor; only its bytes are read."""
-        return self._handles[weight.plain.file].get_slice(weight.plain.name)[index]
-
-    def quantized(self, weight: StoredWeight, rows: int, columns: int, index: int | None = None) -> QuantizedTensor:
-        """A quantized matrix, or one of a fused weight's. Raises CheckpointError that names the tensor at fault."""
-        assert weight.scheme is not None
-        parts = {suffix: self._copy(part, index) for suffix, part in weight.parts.items()}
-        try:
-            return weight.scheme.unpack(parts, rows, columns)
-        except PartError as error:
-            part = weight.parts[error.suffix]
-            raise CheckpointError(f"tensor {part.name} in {part.file.name} {error}") from error
-
-    def _copy(self, part: StoredTensor, index: int | None) -> Tensor:
-        handle = self._handles[part.file]
-        stored: Tensor = handle.get_tensor(part.name) if index is None else handle.get_slice(part.name)[index]
-        return stored.clone()

@@ -24,6 +24,7 @@ Weights = dict[TensorRole, StoredWeight]
 
 # What a quantization_config is about. Routers, which some hold for linear layers and others not, may be either.
 _LINEARS = frozenset({"q", "k", "v", "o", "gate", "up", "down", "lm_head"})
+_MAY_BE_QUANTIZED = _LINEARS | {"all_gate_up", "all_down", "router", "shared_gate"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _check(role: TensorRole, weight: StoredWeight, shape: tuple[int, ...], quant
         _refuse_plain(role, weight, quantization)
         _check_tensor(weight.plain, Part((shape,), tuple(FLOAT_DTYPES)))
         return
-    if weight.scheme.fused != (len(shape) == 3) or len(shape) < 2:
+    if role.part not in _MAY_BE_QUANTIZED or weight.scheme.fused != (len(shape) == 3):
         raise CheckpointError(
             f"tensor {weight.some_name} is stored as {weight.scheme.layout}: expected plain numbers of {list(shape)}"
         )

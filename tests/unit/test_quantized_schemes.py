@@ -72,7 +72,7 @@ def test_the_library_reads_what_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize(("rows", "columns"), [(N, K), (73, 200), (3, 33)])
+@pytest.mark.parametrize(("rows", "columns"), [(N, K), (73, 200), (3, 33), (64, 32), (8, 256)])
 def test_what_is_written_reads_back(name: str, rows: int, columns: int) -> None:
     q = quantize(weight(2, rows, columns), FORMATS[name])
     scheme, parts = scheme_for(q.format), scheme_for(q.format).pack(q)

@@ -47,9 +47,14 @@ def regroup(stored_NG: Tensor, stored_group: int | None, form: Format, columns: 
 
 def nibbles(words: Tensor) -> Tensor:
     """The eight four-bit numbers of each int32, lowest bits first, uint8 [..., W, 8]."""
-    return fourbit.unpack(words.contiguous().view(torch.uint8), words.shape[-1] * 8).unflatten(-1, (-1, 8))
+    return fourbit.unpack(_dense(words).view(torch.uint8), words.shape[-1] * 8).unflatten(-1, (-1, 8))
 
 
 def words(bytes_B: Tensor) -> Tensor:
     """Bytes as int32 words [..., ceil(B / 4)], the last one filled up with zeros."""
-    return F.pad(bytes_B, (0, -bytes_B.shape[-1] % 4)).contiguous().view(torch.int32)
+    return _dense(F.pad(bytes_B, (0, -bytes_B.shape[-1] % 4))).view(torch.int32)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy that can be viewed as another dtype: `contiguous` leaves dimensions of size 1 with any stride."""
+    return x.clone(memory_format=torch.contiguous_format)
