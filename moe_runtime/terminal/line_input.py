@@ -46,6 +46,7 @@ class LineInput:
         """What was typed; empty if Ctrl-C dropped it. Raises KeyboardInterrupt for Ctrl-C when there was nothing to
         drop, and EOFError for Ctrl-D."""
         try:
+            # prompt-toolkit's own handling of the signal would take the place of Interrupts'.
             return well_formed(await self._session.prompt_async(handle_sigint=False))
         except KeyboardInterrupt:
             if not self._session.default_buffer.text:

@@ -202,6 +202,13 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], message: str, capsys: 
     assert out == "" and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_help_has_an_example_and_takes_no_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    assert f"Example: moe-runtime {command}" in capsys.readouterr().out
+    assert run([command, "--api-key", "sk"]) == 2
+
+
 @pytest.mark.parametrize(("content", "message"), [(b"\n", "stdin holds no text"), (b"ab\xff", "byte 2 is 0xff")])
 def test_a_stdin_without_text(
     content: bytes, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
