@@ -76,10 +76,15 @@ def _symmetric(x_RCS: Tensor, form: Format) -> Tensor:
     top = {"int8": 127.0, "int4": 7.0, "e4m3": _E4M3_MAX}[form.values]
     if form.values != "int4":
         return _stored(most_RC1 / top, form)
+
+    def error(scales_RC1: Tensor) -> Tensor:
+        """In place, since this is what quantizing spends its time on."""
+        scales_RC1 = scales_RC1.float()
+        back_RCS = (x_RCS / scales_RC1).round_().clamp_(-8, 7).mul_(scales_RC1)
+        return torch.linalg.vector_norm(back_RCS.sub_(x_RCS), dim=-1, keepdim=True)
+
     # A positive or a negative end may use code -8: the grid includes shares that let the largest number clip to 7.
-    return _best(
-        x_RCS, [_stored(most_RC1 / top * clip, form) for clip in _CLIPS], lambda s: _round_trip(x_RCS, s, form)
-    )
+    return _best([_stored(most_RC1 / top * clip, form) for clip in _CLIPS], error)
 
 
 def _asymmetric(x_RCS: Tensor, form: Format) -> tuple[Tensor, Tensor]:
@@ -90,30 +95,27 @@ def _asymmetric(x_RCS: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     def zeros(scales_RC1: Tensor) -> Tensor:
         return (-low_RC1 / scales_RC1.float()).round().clamp(0, 15)
 
-    def back(scales_RC1: Tensor) -> Tensor:
+    def error(scales_RC1: Tensor) -> Tensor:
         zeros_RC1 = zeros(scales_RC1)
-        return (_asymmetric_codes(x_RCS, scales_RC1, zeros_RC1) - zeros_RC1) * scales_RC1.float()
+        back_RCS = _asymmetric_codes(x_RCS, scales_RC1, zeros_RC1).sub_(zeros_RC1).mul_(scales_RC1.float())
+        return torch.linalg.vector_norm(back_RCS.sub_(x_RCS), dim=-1, keepdim=True)
 
-    scales_RC1 = _best(x_RCS, [_stored((high_RC1 - low_RC1) / 15 * clip, form) for clip in _CLIPS], back)
+    scales_RC1 = _best([_stored((high_RC1 - low_RC1) / 15 * clip, form) for clip in _CLIPS], error)
     return scales_RC1, zeros(scales_RC1)
 
 
 def _asymmetric_codes(x_RCS: Tensor, scales_RC1: Tensor, zeros_RC1: Tensor) -> Tensor:
-    return ((x_RCS / scales_RC1.float()).round() + zeros_RC1).clamp(0, 15)
+    return (x_RCS / scales_RC1.float()).round_().add_(zeros_RC1).clamp_(0, 15)
 
 
-def _best(x_RCS: Tensor, candidates: list[Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Per group the candidate scale whose round trip has the least squared error, earlier ones first."""
-    best, least = candidates[0], (back(candidates[0]) - x_RCS).square().sum(-1, keepdim=True)
+def _best(candidates: list[Tensor], error: Callable[[Tensor], Tensor]) -> Tensor:
+    """Per group the candidate scale whose round trip has the least error, earlier ones first."""
+    best, least = candidates[0], error(candidates[0])
     for scales in candidates[1:]:
-        error = (back(scales) - x_RCS).square().sum(-1, keepdim=True)
-        best = torch.where(error < least, scales, best)
-        least = torch.minimum(error, least)
+        found = error(scales)
+        best = torch.where(found < least, scales, best)
+        least = torch.minimum(found, least)
     return best
-
-
-def _round_trip(x_RCS: Tensor, scales_RC1: Tensor, form: Format) -> Tensor:
-    return (_codes(x_RCS / scales_RC1.float(), form).float() - 8) * scales_RC1.float()
 
 
 def _stored(scales: Tensor, form: Format) -> Tensor:
