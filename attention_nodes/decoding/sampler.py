@@ -14,7 +14,7 @@
 Each row depends on its own request alone. What a request did not ask for costs it nothing: steps 1 to 4 touch only the
 rows, and where they can only the cells, of those that did.
 
-Legend: P sampled rows, D rows that draw, S scored rows, V vocabulary.
+Legend: P sampled rows, D rows that draw, S scored rows, V vocabulary, N pieces of B logits.
 """
 
 import math
@@ -57,7 +57,7 @@ def sample(logits_PV: Tensor, requests: Sequence[Request]) -> list[Choice | Faul
         scores = score_tokens(own_SV, [chosen[row] for row in scored], counts)
         for row, score in zip(scored, scores, strict=True):
             if isinstance(choices[row], Choice):
-                choices[row] = Choice(chosen[row], score)
+                choices[row] = NOT_FINITE if math.isnan(score.logprob) else Choice(chosen[row], score)
     return choices
 
 
@@ -73,9 +73,9 @@ def _best(logits_PV: Tensor) -> tuple[Tensor, Tensor]:
     return best_P, piece_P * _PIECE + pieces_PNB[of_row_P, piece_P].max(dim=-1).indices
 
 
-def _draw(logits_PV: Tensor, best_P: Tensor, chosen_P: Tensor, rows: SampledRows, drawing: Sequence[int]) -> None:
+def _draw(logits_PV: Tensor, best_P: Tensor, chosen_P: Tensor, rows: SampledRows, drawing: list[int]) -> None:
     """Put the drawn tokens into chosen_P, at the rows that draw."""
-    device, table = logits_PV.device, rows.table[list(drawing)]
+    device, table = logits_PV.device, rows.table[drawing]
     temperature_D, top_k_D, top_p_D, min_p_D = (
         torch.from_numpy(table[name].copy()).to(device) for name in ("temperature", "top_k", "top_p", "min_p")
     )

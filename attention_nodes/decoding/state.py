@@ -34,12 +34,11 @@ ROW = np.dtype(
 class DecodingState:
     """Numbers as one packed ROW, and what few requests have, None elsewhere.
 
-    draws: not greedy. plain: the logits are taken as they are.
+    draws: not greedy.
     """
 
     row: bytes
     draws: bool
-    plain: bool
     bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None
     history: TokenHistory | None
     bans: Bans | None
@@ -50,12 +49,10 @@ class DecodingState:
         repeats = params.repetition_penalty != 1
         penalised = repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
         banned = bool(params.bad_words) or bool(params.min_tokens and params.stop_token_ids)
-        limited = params.allowed_token_ids is not None
         bias = np.array([b for _, b in params.logit_bias], np.float32)
         return cls(
             row=_row(params, vocab),
             draws=params.temperature > 0 and params.top_k != 1,
-            plain=not (penalised or banned or limited or params.logit_bias),
             bias=(np.array([t for t, _ in params.logit_bias], np.int64), bias) if params.logit_bias else None,
             history=TokenHistory(tokens, generated_from, with_prompt=repeats) if penalised else None,
             bans=Bans(params.bad_words, params.stop_token_ids, params.min_tokens, vocab) if banned else None,

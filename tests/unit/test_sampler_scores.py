@@ -113,3 +113,8 @@ def test_a_row_without_a_token_or_with_broken_logits_is_a_fault_of_its_own(tempe
     assert choices[1:6] == [NONE_LEFT, NONE_LEFT, NOT_FINITE, NOT_FINITE, NOT_FINITE]
     whole = sample(logits_SV[[0, 6]], [request_of(params[row], seed=row) for row in (0, 6)])
     assert [choices[0], choices[6]] == whole and all(isinstance(choice, Choice) for choice in whole)
+
+
+def test_an_infinite_logit_that_a_penalty_bounds_still_has_no_score() -> None:
+    params = SamplingParams(9, temperature=0.0, repetition_penalty=1.5, logprobs=0)
+    assert sample(torch.tensor([[1.0, math.inf, 2.0]]), [request_of(params, (1,))]) == [NOT_FINITE]
