@@ -25,6 +25,7 @@ from moe_runtime.protocol.messages import SamplingParams
 VOCAB = 37
 ids = st.integers(0, VOCAB - 1)
 penalties = st.one_of(st.just(0.0), st.floats(-2, 2))
+texts = st.lists(st.integers(0, 400), min_size=1, max_size=120)
 # Few distinct tokens, so that words do occur in histories.
 few = st.integers(0, 4)
 requests = st.builds(
@@ -75,7 +76,9 @@ def test_a_batch_equals_the_reference_row_by_row_and_each_row_equals_itself_alon
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(tokens=st.lists(st.integers(0, 400), min_size=1, max_size=120), start=st.integers(0, 119), with_prompt=st.booleans())
+@given(
+    tokens=st.lists(st.integers(0, 400), min_size=1, max_size=120), start=st.integers(0, 119), with_prompt=st.booleans()
+)
 def test_a_history_that_grew_is_the_one_built_at_once(tokens: list[int], start: int, with_prompt: bool) -> None:
     start = min(start, len(tokens))
     grown = TokenHistory(tokens[:start], start, with_prompt)
