@@ -5,7 +5,7 @@ from typing import Any
 
 from moe_runtime.protocol.messages import RequestFailed
 
-_KINDS = {"invalid": 400, "overloaded": 429, "unavailable": 503, "internal": 500}
+_KINDS = {"invalid": 400, "timeout": 408, "overloaded": 429, "unavailable": 503, "internal": 500}
 # How long clients should leave the server alone, in seconds: a queue moves on, a restart takes longer.
 _RETRY_AFTER = {429: "1", 503: "5"}
 _TYPES = {

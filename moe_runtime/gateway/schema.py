@@ -96,6 +96,11 @@ class GenerationRequest(RequestModel):
         raise NotImplementedError
 
     @property
+    def echoed(self) -> bool:
+        """Whether the prompt's text comes first."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -127,6 +132,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def scored(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoed(self) -> bool:
+        return self.echo
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":

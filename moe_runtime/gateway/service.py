@@ -1,24 +1,25 @@
 """What the routes share: from a checked request with its prompts to an answer, whole or streamed."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
+import msgspec
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from moe_runtime.gateway.engine_client import EngineClient
-from moe_runtime.gateway.errors import ApiError, invalid, shorten
-from moe_runtime.gateway.generation import Choice, Generation
-from moe_runtime.gateway.metrics import GatewayMetrics, RequestClock
+from moe_runtime.gateway.errors import ApiError, shorten
+from moe_runtime.gateway.generation import Deadline, Generation, check_room
+from moe_runtime.gateway.metrics import GatewayMetrics
+from moe_runtime.gateway.offload import offload
+from moe_runtime.gateway.plan import Planner
 from moe_runtime.gateway.prompts import PromptEncoder
-from moe_runtime.gateway.responses import Body, ChatForm, CompletionForm, Form
-from moe_runtime.gateway.sampling import Limits, sampling_params
+from moe_runtime.gateway.responses import Answer, ChatForm, CompletionForm, Form
+from moe_runtime.gateway.sampling import Limits, check_vocabulary
 from moe_runtime.gateway.schema import ChatRequest, CompletionRequest, GenerationRequest
 from moe_runtime.gateway.stream import EventStream, sse_events, while_connected
 from moe_runtime.gateway.tokenizer import TextTokenizer
-from moe_runtime.protocol.messages import Submit
 
 
 @dataclass
@@ -75,51 +76,46 @@ class Service:
 
     async def complete(self, request: Request, body: CompletionRequest, arrived: float) -> Response:
         """Answer /v1/completions. arrived: time.perf_counter() when the request came."""
-        form = CompletionForm(self.admit(body.model, len(body.prompt) * body.n), body.include_usage)
-        return await self._answer(request, body, form, await self.encoder.completion(body), arrived)
+        name = self.admit(body.model, len(body.prompt) * body.n)
+        check_vocabulary(body, self.limits.vocab)
+        prompts = await self.encoder.completion(body)
+        return await self._answer(
+            request, body, CompletionForm(name, body, self.tokenizer.token_bytes), prompts, arrived
+        )
 
     async def chat(self, request: Request, body: ChatRequest, arrived: float) -> Response:
         """Answer /v1/chat/completions; see complete."""
-        form = ChatForm(self.admit(body.model, body.n), body.include_usage)
-        return await self._answer(request, body, form, [await self.encoder.chat(body)], arrived)
+        name = self.admit(body.model, body.n)
+        check_vocabulary(body, self.limits.vocab)
+        prompts = [await self.encoder.chat(body)]
+        return await self._answer(request, body, ChatForm(name, body, self.tokenizer.token_bytes), prompts, arrived)
 
     async def _answer(
         self, request: Request, body: GenerationRequest, form: Form, prompts: Sequence[tuple[int, ...]], arrived: float
     ) -> Response:
         """Generate for every prompt. A stream begins only once there is text, so that refusals have their status."""
-        generation = self._generation(body, form, prompts, arrived)
+        choices = await Planner(self.tokenizer, self.limits, self.metrics).plan(body, form, prompts, arrived)
+        self.admit(body.model, len(choices))
+        deadline = self._deadline(body.timeout, arrived)
+        generation = Generation(self.engine, choices, deadline, self.max_open_requests)
         if not body.stream:
-            whole = await while_connected(request.receive, _whole(form, generation, len(prompts)))
-            return JSONResponse(whole)
+            whole = await while_connected(request.receive, _whole(form, generation, body.n))
+            return Response(whole, media_type="application/json")
         deltas = generation.deltas()
         first = await while_connected(request.receive, anext(deltas))
-        events = sse_events(form, generation, first, deltas, len(prompts), body.include_usage)
-        return EventStream(events, deltas)
+        return EventStream(sse_events(form, generation, first, deltas, body), deltas, deadline)
 
-    def _generation(
-        self, body: GenerationRequest, form: Form, prompts: Sequence[tuple[int, ...]], arrived: float
-    ) -> Generation:
-        self.admit(body.model, len(prompts))
-        choices = []
-        for index, prompt in enumerate(prompts):
-            sampling = sampling_params(body, len(prompt), self.limits, form.prompt_field)
-            submit = Submit(f"{form.id}-{index}", prompt, sampling)
-            clock = RequestClock(self.metrics, arrived)
-            choices.append(Choice(index, submit, self.tokenizer, body.stop, clock))
-        return Generation(self.engine, choices)
+    def _deadline(self, timeout_s: float | None, arrived: float) -> Deadline:
+        limit_s = self.request_timeout_s if timeout_s is None else min(timeout_s, self.request_timeout_s)
+        spent_s = time.perf_counter() - arrived
+        return Deadline(asyncio.get_running_loop().time() + limit_s - spent_s, limit_s)
 
 
-def check_room(open_requests: int, choices: int, most: int) -> None:
-    """Raises ApiError 429 if so many more texts are too many now, 400 if they always are."""
-    if choices > most:
-        raise invalid(f"{choices} choices are more than the {most} that this server works on at once", "n")
-    if open_requests + choices > most:
-        raise ApiError(429, f"{open_requests} texts are being generated, at most {most} can be", code="overloaded")
-
-
-async def _whole(form: Form, generation: Generation, choices: int) -> Body:
-    texts, reasons = list(repeat("", choices)), list(repeat("", choices))
+async def _whole(form: Form, generation: Generation, n: int) -> bytes:
+    """The answer as JSON. The first choice of a prompt has the scores of the prompt for all of its choices."""
+    prompts = [generation.choices[index - index % n] for index in range(len(generation.choices))]
+    answers = [Answer(choice.submit.prompt_ids, choice.prompt_scores) for choice in prompts]
     async for delta in generation.deltas():
-        texts[delta.index] += delta.text
-        reasons[delta.index] = delta.finish_reason or ""
-    return form.whole(texts, reasons, generation.usage)
+        answers[delta.index].add(delta)
+    scores = sum(len(answer.scored) + len(answer.prompt_scores) for answer in answers)
+    return await offload(scores, lambda: msgspec.json.encode(form.whole(answers, generation.usage)))

@@ -1,4 +1,4 @@
-"""Stop strings: cut a stream of text exactly before the first one, and never send a beginning of one."""
+"""Stop strings: cut a stream of text exactly at the first one, and never send a beginning of one that is cut."""
 
 from collections.abc import Sequence
 
@@ -7,28 +7,28 @@ class StopStrings:
     """Matches any of several stop strings over pieces of text, in constant work per character (Knuth-Morris-Pratt).
 
     The string that is complete first wins; of those that end together, the longest. So the cut does not depend on how
-    the text is divided.
+    the text is divided. include: the text is cut behind the string instead of before it, so none has to be held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._patterns = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
+        self._include = include
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
 
     def push(self, piece: str) -> str:
-        """The text that is safe to send now. Once `hit` is true the text is over, and nothing more may be pushed."""
-        assert not self.hit, "text after a stop string"
+        """The text that is safe to send now. Once `hit` is a stop string the text is over: nothing more may come."""
         if not self._patterns:
             return piece
+        assert self.hit is None, "text after a stop string"
         text = self._held + piece
         for position in range(len(self._held), len(text)):
-            stop_length = self._advance(text[position])
-            if stop_length:
-                self.hit = True
+            self.hit = self._advance(text[position])
+            if self.hit is not None:
                 self._held = ""
-                return text[: position + 1 - stop_length]
-        sendable = len(text) - max(self._matched)
+                return text[: position + 1 - (0 if self._include else len(self.hit))]
+        sendable = len(text) if self._include else len(text) - max(self._matched)
         self._held = text[sendable:]
         return text[:sendable]
 
@@ -37,9 +37,9 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> int:
-        """Feed one character; the length of the longest stop string that it completes, or 0."""
-        complete = 0
+    def _advance(self, character: str) -> str | None:
+        """Feed one character; the longest stop string that it completes, if any."""
+        complete: str | None = None
         for index, (stop, borders) in enumerate(self._patterns):
             matched = self._matched[index]
             while matched and stop[matched] != character:
@@ -47,8 +47,8 @@ class StopStrings:
             if stop[matched] == character:
                 matched += 1
             self._matched[index] = matched
-            if matched == len(stop):
-                complete = max(complete, matched)
+            if matched == len(stop) and (complete is None or len(complete) < matched):
+                complete = stop
         return complete
 
 

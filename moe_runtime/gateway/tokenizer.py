@@ -7,13 +7,16 @@ from typing import Any
 from jinja2 import TemplateError
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from moe_runtime.gateway.errors import invalid
+from moe_runtime.gateway.token_bytes import TokenBytes
 
 
 class TextTokenizer:
     """Text to token ids and back, by the checkpoint's own files. All methods may run in any thread.
 
-    silent_ids: special tokens, which have no text. Raises CheckpointError if the directory has no fast tokenizer.
+    silent_ids: special tokens. token_bytes: every token's bytes, special ones too. Raises CheckpointError if the
+    directory has no fast tokenizer.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -31,14 +34,23 @@ class TextTokenizer:
         self._backend.no_padding()
         added = tokenizer.added_tokens_decoder.items()
         self.silent_ids = frozenset(token for token, entry in added if entry.special)
+        self.token_bytes = TokenBytes(self._backend)
+        self._bytes_without_special = TokenBytes(self._backend, self.silent_ids)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """special_tokens: also what the tokenizer adds around every text, such as a begin-of-text token."""
         return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Bytes that are no character become U+FFFD; ids beyond the vocabulary have no text; nothing is cleaned up."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def detokenizer(self, context_ids: Sequence[int], skip_special: bool) -> Detokenizer:
+        """For the text that follows context_ids; with skip_special special tokens have none."""
+        if self.token_bytes.exact:
+            return ByteDetokenizer(self._bytes_without_special if skip_special else self.token_bytes, context_ids)
+        silent_ids = self.silent_ids if skip_special else frozenset()
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special), silent_ids, context_ids)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The chat template's text, up to where the assistant's answer begins. Raises ApiError 400 if it refuses."""

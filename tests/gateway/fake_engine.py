@@ -14,20 +14,33 @@ from moe_runtime.protocol.messages import (
     StepOutputs,
     Submit,
     TokenOutput,
+    TokenScore,
     decode_to_attention,
     encode,
 )
 
 IDLE_POLL_MS = 20
+# Prompt tokens that are scored in one step.
+PROMPT_CHUNK = 3
+
+
+def some_score(token: int, top: int) -> TokenScore:
+    """A made-up score that only depends on the token, with as many best tokens as asked for."""
+    best = tuple((max(token - 2, 0) + rank, -0.25 * rank) for rank in range(top))
+    return TokenScore(-token / 16, token + 1, best)
 
 
 @dataclass
 class Answer:
-    """One request's steps, then its end: a finish reason, a failure (kind, message), or none at all."""
+    """One request's steps, then its end: a finish reason, a failure (kind, message), or none at all.
+
+    score: of a token, with so many best ones, where the request asks for scores.
+    """
 
     steps: list[tuple[int, ...]]
     finish: str | None = "length"
     failure: tuple[str, str] | None = None
+    score: Callable[[int, int], TokenScore] = some_score
 
 
 def echo(submit: Submit) -> Answer:
@@ -38,9 +51,36 @@ def echo(submit: Submit) -> Answer:
 
 @dataclass
 class OpenRequest:
+    """An answer on its way: the next step, and the next prompt token to score."""
+
     sender: bytes
+    submit: Submit
     answer: Answer
     position: int = 0
+    prompt_position: int = 1
+
+    def next_output(self) -> TokenOutput | None:
+        """Scores of the prompt first, the last of them with the first tokens; None once there is nothing more."""
+        prompt_scores = self._next_prompt_scores()
+        if prompt_scores and self.prompt_position < len(self.submit.prompt_ids):
+            return TokenOutput(self.submit.request_id, (), prompt_scores=prompt_scores)
+        tokens = self.answer.steps[self.position] if self.position < len(self.answer.steps) else ()
+        last = self.position >= len(self.answer.steps) - 1 and self.answer.failure is None
+        finish = self.answer.finish if last else None
+        if not tokens and finish is None:
+            return None
+        self.position += 1
+        top = self.submit.sampling.logprobs
+        scores = () if top is None else tuple(self.answer.score(token, top) for token in tokens)
+        return TokenOutput(self.submit.request_id, tokens, finish, scores, prompt_scores)
+
+    def _next_prompt_scores(self) -> tuple[TokenScore, ...]:
+        top = self.submit.sampling.prompt_logprobs
+        if top is None:
+            return ()
+        chunk = self.submit.prompt_ids[self.prompt_position : self.prompt_position + PROMPT_CHUNK]
+        self.prompt_position += len(chunk)
+        return tuple(self.answer.score(token, top) for token in chunk)
 
 
 @dataclass
@@ -91,7 +131,7 @@ class FakeEngine:
 
     def _hear(self, sender: bytes, message: Submit | Abort) -> None:
         if isinstance(message, Submit):
-            self.open[message.request_id] = OpenRequest(sender, self.script(message))
+            self.open[message.request_id] = OpenRequest(sender, message, self.script(message))
             self.submitted.append(message)
         elif self.open.pop(message.request_id, None) is not None:
             self.aborted.append(message.request_id)
@@ -100,16 +140,14 @@ class FakeEngine:
         """One token group of every open request, in one message per gateway; failures apart."""
         outputs: dict[bytes, list[TokenOutput]] = {}
         for request_id, request in list(self.open.items()):
-            answer = request.answer
-            if request.position < len(answer.steps):
-                last = request.position == len(answer.steps) - 1 and answer.failure is None
-                output = TokenOutput(request_id, answer.steps[request.position], answer.finish if last else None)
+            output = request.next_output()
+            if output is not None:
                 outputs.setdefault(request.sender, []).append(output)
-                request.position += 1
                 if output.finish_reason is not None:
                     del self.open[request_id]
-            elif answer.failure is not None:
+            elif request.answer.failure is not None:
                 del self.open[request_id]
-                self._socket.send_multipart([request.sender, encode(RequestFailed(request_id, *answer.failure))])
+                failure = RequestFailed(request_id, *request.answer.failure)
+                self._socket.send_multipart([request.sender, encode(failure)])
         for sender, batch in outputs.items():
             self._socket.send_multipart([sender, encode(StepOutputs(tuple(batch)))])

@@ -1,11 +1,15 @@
 """The incremental text equals the whole text, whatever the tokens and however they are grouped."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from small_tokenizers import END, START, THINK, byte_fallback, byte_level, metaspace, special_ids
+from tokenizers import Tokenizer
 
-from moe_runtime.gateway.detokenizer import Detokenizer
+from moe_runtime.gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from moe_runtime.gateway.token_bytes import TokenBytes
 
 TEXTS = [
     "Příliš žluťoučký kůň",
@@ -15,72 +19,109 @@ TEXTS = [
     "ď",
     "�� real marks �",
     "€" * 60,
+    "  Hi  an! ",
+    "",
 ]
+BYTES, WORDS, PIECES = byte_level(), byte_fallback(), byte_fallback(strip=False)
+TOKENIZERS = {"byte-level": BYTES, "byte-fallback": WORDS, "without strip": PIECES}
+Make = Callable[[Tokenizer, Sequence[int], bool], Detokenizer]
 
 
-def byte_level() -> Tokenizer:
-    """One token per byte, and one special token at 256."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return tokenizer
+def by_bytes(tokenizer: Tokenizer, context: Sequence[int], skip: bool) -> Detokenizer:
+    return ByteDetokenizer(TokenBytes(tokenizer, special_ids(tokenizer) if skip else ()), context)
 
 
-def sentencepiece() -> Tokenizer:
-    """Words with a leading mark for their space, and bytes for everything else, as in Llama's and Mixtral's files."""
-    words = ["<unk>", "▁", "▁Hello", "▁world", "!", "▁the"]
-    vocab = {token: index for index, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
+def by_window(tokenizer: Tokenizer, context: Sequence[int], skip: bool) -> Detokenizer:
+    silent_ids = special_ids(tokenizer) if skip else ()
+    return WindowDetokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip), silent_ids, context)
 
 
-BYTES = byte_level()
-WORDS = sentencepiece()
-
-
-def byte_token(value: int) -> int:
-    """The token of one byte: byte-level tokenizers write it as a printable stand-in."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return BYTES.token_to_id(chr(value if value in printable else 256 + hidden.index(value)))
-
-
-TOKEN_OF_BYTE = [byte_token(value) for value in range(256)]
-
-
-def stream(tokenizer: Tokenizer, ids: list[int], context: list[int] | None = None) -> list[str]:
-    detokenizer = Detokenizer(lambda window: tokenizer.decode(window), {256}, context or [])
+def pieces(
+    make: Make, tokenizer: Tokenizer, ids: Sequence[int], context: Sequence[int] = (), skip: bool = True
+) -> list[str]:
+    detokenizer = make(tokenizer, context, skip)
     return [detokenizer.push(token) for token in ids] + [detokenizer.finish()]
 
 
+BOTH = pytest.mark.parametrize("make", [by_bytes, by_window])
+ALL = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+@BOTH
+@ALL
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_joined_are_the_text_and_no_piece_has_half_a_character(text: str) -> None:
-    pieces = stream(BYTES, BYTES.encode(text).ids)
-    assert "".join(pieces) == text
+def test_pieces_joined_are_the_text_and_no_piece_has_half_a_character(
+    make: Make, tokenizer: Tokenizer, text: str
+) -> None:
+    sent = pieces(make, tokenizer, tokenizer.encode(text).ids)
+    assert "".join(sent) == text
     if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
+        assert not any("\ufffd" in piece for piece in sent)
 
 
-@given(st.lists(st.integers(0, 255), max_size=200))
+@BOTH
+@given(st.lists(st.integers(0, BYTES.get_vocab_size() + 2), max_size=120), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_stream_as_they_decode_at_once(ids: list[int]) -> None:
-    assert "".join(stream(BYTES, ids)) == BYTES.decode(ids)
+def test_any_tokens_of_a_byte_level_tokenizer_stream_as_they_decode_at_once(
+    make: Make, ids: list[int], skip: bool
+) -> None:
+    assert "".join(pieces(make, BYTES, ids, skip=skip)) == BYTES.decode(ids, skip_special_tokens=skip)
 
 
+def spelled(text: str) -> list[int]:
+    """A text in byte-fallback tokens alone."""
+    return [WORDS.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+
+
+PARTS = st.one_of(
+    st.sampled_from(["▁", "▁Hi", "an", "!", "▁▁", START, END, THINK]).map(lambda token: [WORDS.token_to_id(token)]),
+    st.text(max_size=3).map(spelled),
+)
+SEQUENCES = st.lists(PARTS, max_size=40).map(lambda parts: [token for part in parts for token in part])
+
+
+@BOTH
+@pytest.mark.parametrize("tokenizer", [WORDS, PIECES], ids=["byte-fallback", "without strip"])
+@given(SEQUENCES, st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_characters_in_bytes_between_pieces_stream_as_they_decode_at_once(
+    make: Make, tokenizer: Tokenizer, ids: list[int], skip: bool
+) -> None:
+    assert "".join(pieces(make, tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, PIECES], ids=["byte-fallback", "without strip"])
+@given(SEQUENCES, SEQUENCES, st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_the_text_goes_on_where_the_prompt_ends(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool
+) -> None:
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    after = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
+    assert before + "".join(pieces(by_bytes, tokenizer, ids, prompt, skip)) == after
+
+
+@given(st.lists(st.integers(0, 255), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_broken_bytes_leave_the_good_ones_around_them(values: list[int]) -> None:
+    ids = [WORDS.token_to_id(f"<0x{value:02X}>") for value in values]
+    expected = bytes(values).decode("utf-8", "replace").removeprefix(" ")
+    assert "".join(pieces(by_bytes, WORDS, ids)) == expected
+
+
+TOKEN_OF_BYTE = {TokenBytes(BYTES)[token]: token for token in range(256)}
+
+
+@BOTH
 @given(st.lists(st.sampled_from([0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x41]), min_size=50, max_size=150))
-@settings(max_examples=300, deadline=None)
-def test_long_runs_of_broken_characters_stream_as_they_decode_at_once(values: list[int]) -> None:
-    ids = [TOKEN_OF_BYTE[value] for value in values]
+@settings(max_examples=200, deadline=None)
+def test_long_runs_of_broken_characters_stream_as_they_decode_at_once(make: Make, values: list[int]) -> None:
+    ids = [TOKEN_OF_BYTE[bytes([value])] for value in values]
     assert BYTES.decode(ids) == bytes(values).decode("utf-8", "replace")
-    assert "".join(stream(BYTES, ids)) == BYTES.decode(ids)
+    assert "".join(pieces(make, BYTES, ids)) == BYTES.decode(ids)
 
 
-def test_work_stays_bounded_on_endless_garbage() -> None:
+def test_a_windows_work_stays_bounded_on_endless_garbage() -> None:
     longest = 0
 
     def decode(window: list[int]) -> str:
@@ -88,37 +129,56 @@ def test_work_stays_bounded_on_endless_garbage() -> None:
         longest = max(longest, len(window))
         return BYTES.decode(window)
 
-    detokenizer = Detokenizer(decode)
-    text = "".join(detokenizer.push(TOKEN_OF_BYTE[0x80]) for _ in range(1000)) + detokenizer.finish()
+    detokenizer = WindowDetokenizer(decode)
+    token = TOKEN_OF_BYTE[b"\x80"]
+    text = "".join(detokenizer.push(token) for _ in range(1000)) + detokenizer.finish()
     assert text == "\ufffd" * 1000
     assert longest < 50
 
 
-def test_special_tokens_have_no_text_even_inside_a_character() -> None:
+@BOTH
+def test_special_tokens_have_no_text_even_inside_a_character(make: Make) -> None:
     first, second, third = BYTES.encode("€").ids
-    assert stream(BYTES, [256, first, 256, second, third, 256]) == ["", "", "", "", "€", "", ""]
+    end = BYTES.token_to_id(END)
+    assert pieces(make, BYTES, [end, first, end, second, third, end]) == ["", "", "", "", "€", "", ""]
 
 
-def test_an_unfinished_character_comes_out_at_the_end() -> None:
+@BOTH
+def test_a_shown_special_token_ends_an_unfinished_character(make: Make) -> None:
+    first, second, third = BYTES.encode("€").ids
+    end = BYTES.token_to_id(END)
+    assert "".join(pieces(make, BYTES, [first, end, second, third], skip=False)) == "\ufffd</s>\ufffd\ufffd"
+
+
+@BOTH
+def test_an_unfinished_character_comes_out_at_the_end(make: Make) -> None:
     first, second, _ = BYTES.encode("€").ids
-    assert stream(BYTES, [first, second]) == ["", "", "\ufffd"]
+    assert pieces(make, BYTES, [first, second]) == ["", "", "\ufffd"]
 
 
-def test_leading_space_follows_from_the_prompt() -> None:
-    hello, world = WORDS.token_to_id("▁Hello"), WORDS.token_to_id("▁world")
-    assert stream(WORDS, [world, hello]) == ["world", " Hello", ""]
-    assert stream(WORDS, [world, hello], context=[hello]) == [" world", " Hello", ""]
+@BOTH
+def test_the_first_space_depends_on_the_prompt(make: Make) -> None:
+    hi, an, start = (WORDS.token_to_id(token) for token in ("▁Hi", "▁an", START))
+    assert pieces(make, WORDS, [an, hi]) == ["an", " Hi", ""]
+    assert pieces(make, WORDS, [an, hi], context=[start]) == ["an", " Hi", ""]
+    assert pieces(make, WORDS, [an, hi], context=[hi]) == [" an", " Hi", ""]
+    assert pieces(make, WORDS, [start, an], skip=False) == [START, " an", ""]
 
 
-def test_byte_fallback_tokens_make_characters() -> None:
-    ids = [WORDS.token_to_id("▁Hello"), *(WORDS.token_to_id(f"<0x{byte:02X}>") for byte in "🦙€".encode())]
-    pieces = stream(WORDS, ids)
-    assert "".join(pieces) == WORDS.decode(ids) == "Hello🦙€"
-    assert not any("\ufffd" in piece for piece in pieces)
+@BOTH
+def test_other_tokenizers_go_by_the_window(make: Make) -> None:
+    tokenizer = metaspace()
+    hi, an, mark = (tokenizer.token_to_id(token) for token in ("▁Hi", "▁an", "!"))
+    if make is by_window:
+        assert "".join(pieces(make, tokenizer, [hi, mark, an])) == tokenizer.decode([hi, mark, an]) == "Hi! an"
+        assert "".join(pieces(make, tokenizer, [hi], context=[an])) == " Hi"
+    else:
+        assert not TokenBytes(tokenizer).exact
 
 
-def test_a_prompt_that_ends_inside_a_character_is_no_context() -> None:
+@BOTH
+def test_a_prompt_that_ends_inside_a_character_is_no_context(make: Make) -> None:
     first, second, third = BYTES.encode("€").ids
     a = BYTES.encode("a").ids[0]
-    assert "".join(stream(BYTES, [a], context=[first, second])) == "a"
-    assert "".join(stream(BYTES, [third, a], context=[first, second])) == "\ufffda"
+    assert "".join(pieces(make, BYTES, [a], context=[first, second])) == "a"
+    assert "".join(pieces(make, BYTES, [third, a], context=[first, second])) == "\ufffda"
