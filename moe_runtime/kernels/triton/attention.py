@@ -42,7 +42,7 @@ def decode_pieces(
             scale *= tl.load(k_scale_ptr + group)
         position_Q = tl.full((QUERIES,), 0, tl.int32) + (length - 1)
         sum_QD, most_Q, weight_Q = _attend(
-            q_QD, k_ptr + group * stride_g, v_ptr + group * stride_g, table_ptr + row * stride_table, scale,
+            q_QD, k_ptr + group.to(tl.int64) * stride_g, v_ptr + group.to(tl.int64) * stride_g, table_ptr + row * stride_table, scale,
             position_Q, window, tl.maximum(first, oldest // TILE * TILE), end, oldest, stride_row,
             DIM, PADDED, PAGE, VALUES, WINDOWED, DOT, PRECISION, TILE,
         )  # fmt: skip
@@ -116,7 +116,7 @@ def attend_chunks(
         oldest = tl.maximum(length - count + first - window + 1, 0) if WINDOWED else 0
         end = tl.minimum(length - count + first + TOKENS, length)
         sum_QD, most_Q, weight_Q = _attend(
-            q_QD, k_ptr + group * stride_g, v_ptr + group * stride_g, table_ptr + sequence * stride_table, scale,
+            q_QD, k_ptr + group.to(tl.int64) * stride_g, v_ptr + group.to(tl.int64) * stride_g, table_ptr + sequence * stride_table, scale,
             position_Q, window, oldest // TILE * TILE, end, oldest, stride_row,
             DIM, PADDED, PAGE, VALUES, WINDOWED, DOT, PRECISION, TILE,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +43,10 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Build:
-    """spilled: registers (AMD) or bytes (NVIDIA) that went to memory. instructions: how often which product occurs."""
+    """spilled: bytes a thread keeps in memory, where a kernel without arrays has only what found no register.
+
+    instructions: how often which product occurs.
+    """
 
     registers: int
     spilled: int
@@ -78,8 +82,7 @@ def compile_call(call: Call, target: Target) -> Build:
     signature |= {name: "constexpr" for name in call.constants}
     source = ASTSource(call.kernel, signature, constants, attributes)
     begin = time.perf_counter()
-    options = {"num_warps": call.warps, "num_stages": call.stages}
-    compiled = triton.compile(source, target=target.gpu, options=options)
+    compiled = triton.compile(source, target=target.gpu, options=call.options(target.gpu.backend))
     return _build(compiled, target, time.perf_counter() - begin)
 
 
@@ -87,9 +90,9 @@ def _build(compiled: CompiledKernel, target: Target, seconds: float) -> Build:
     assembly, shared = compiled.asm, int(compiled.metadata.shared)
     if target.gpu.backend == "hip":
         text = assembly["amdgcn"]
-        numbers = {key: int(value) for key, value in re.findall(r"\.([avs]gpr_(?:spill_)?count):\s+(\d+)", text)}
-        spilled = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
-        return Build(numbers["vgpr_count"], spilled, shared, _count(text, r"v_s?mfma[a-z]*_\w+"), seconds, assembly)
+        numbers = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+        registers, spilled = numbers["vgpr_count"], numbers["private_segment_fixed_size"]
+        return Build(registers, spilled, shared, _count(text, r"v_s?mfma[a-z]*_\w+"), seconds, assembly)
     registers, stack = _resources(assembly["cubin"])
     pattern = r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[.\w:]*"
     return Build(registers, stack, shared, _count(assembly["ptx"], pattern), seconds, assembly)
@@ -103,7 +106,7 @@ def _count(text: str, pattern: str) -> dict[str, int]:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack, which a kernel without arrays needs for nothing but spilled registers)."""
+    """(registers, bytes of memory) of a thread."""
     output = _nvidia_tool("cuobjdump", "-res-usage", cubin)
     numbers = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", output)
     assert numbers is not None, output
@@ -112,13 +115,15 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def machine_code(build: Build) -> str:
     """The disassembled program."""
-    return build.assembly["amdgcn"] if "amdgcn" in build.assembly else _nvidia_tool("cuobjdump", "-sass", build.assembly["cubin"])
+    return (
+        build.assembly["amdgcn"]
+        if "amdgcn" in build.assembly
+        else _nvidia_tool("cuobjdump", "-sass", build.assembly["cubin"])
+    )
 
 
 def _nvidia_tool(name: str, option: str, cubin: bytes) -> str:
     """Output of a tool that comes with Triton, which reads files only."""
-    import tempfile
-
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -158,7 +158,9 @@ def _spread(groups_NG: tl.tensor, GROUP_K: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _scaled(sum_NM: tl.tensor, scale_ptrs: tl.tensor, x_scale_M: tl.tensor, CHANNELS: tl.constexpr, ROUND_X: tl.constexpr) -> tl.tensor:
+def _scaled(
+    sum_NM: tl.tensor, scale_ptrs: tl.tensor, x_scale_M: tl.tensor, CHANNELS: tl.constexpr, ROUND_X: tl.constexpr
+) -> tl.tensor:
     """A finished sum as float32, with the scales that were left to the end."""
     out_NM = sum_NM.to(tl.float32)
     if CHANNELS:

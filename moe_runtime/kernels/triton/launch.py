@@ -36,8 +36,13 @@ class Call:
         """Launch it, unless the grid is empty or the tensors are fake ones, which have shapes but no numbers."""
         if 0 in self.grid or any(isinstance(arg, FakeTensor) for arg in self.args):
             return
-        options = {} if INTERPRETED else {"num_warps": self.warps, "num_stages": self.stages}
+        options = {} if INTERPRETED else self.options("hip" if torch.version.hip else "cuda")
         self.kernel[self.grid](*self.args, **self.constants, **options)
+
+    def options(self, backend: str) -> dict[str, int]:
+        """What the compiler is told. On AMD products use one instruction shape for every tile, so that rows agree."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"matrix_instr_nonkdim": 16} if backend == "hip" else options
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_runtime.kernels.paged_attention import SequenceSlice
+from moe_runtime.kernels.attention_plan import SequenceSlice
 from moe_runtime.kernels.triton.attention import attend_chunks, decode_pieces, join_pieces
 from moe_runtime.kernels.triton.launch import Call, dot_precision, dot_type, power_of_two
 
@@ -80,7 +80,9 @@ class Cache:
         scaled = self.keys_GNBD.dtype in _KV_VALUES
         given = self.key_scale_G is not None and self.value_scale_G is not None
         if scaled != given:
-            raise ValueError(f"a {self.keys_GNBD.dtype} cache {'needs' if scaled else 'has no'} scales of keys and values")
+            raise ValueError(
+                f"a {self.keys_GNBD.dtype} cache {'needs' if scaled else 'has no'} scales of keys and values"
+            )
 
     @property
     def units(self) -> tuple[Tensor, Tensor]:
@@ -138,9 +140,7 @@ def decode_calls(
     return calls
 
 
-def chunk_call(
-    out_TAD: Tensor, q_TAD: Tensor, cache: Cache, plan: PagedPlan, window: int | None, scale: float
-) -> Call:
+def chunk_call(out_TAD: Tensor, q_TAD: Tensor, cache: Cache, plan: PagedPlan, window: int | None, scale: float) -> Call:
     """The slices of more than one token."""
     _, heads, dim = q_TAD.shape
     kv_heads, chunks = len(cache.keys_GNBD), slice(plan.decode_rows, None)
@@ -158,11 +158,16 @@ def chunk_call(
 
 
 def decode_tile(ratio: int, dim: int, dtype: torch.dtype) -> AttentionTile:
-    return AttentionTile(max(16, power_of_two(ratio)), 64, 4, 2)
+    """Twice the rows where a head is short; full precision takes three products and the registers of three."""
+    positions = 128 if dim <= 64 else 64
+    return AttentionTile(max(16, power_of_two(ratio)), positions // (4 if dtype is torch.float32 else 1), 4, 2)
 
 
 def chunk_tile(queries: int, dim: int, dtype: torch.dtype) -> AttentionTile:
-    return AttentionTile(max(64, queries), 64, 4, 2)
+    if dtype is torch.float32:
+        return AttentionTile(max(32, queries), 16, 8, 1)
+    rows = 128 if dim <= 128 else 64
+    return AttentionTile(max(rows, queries), 64, 8, 2)
 
 
 def _pools(cache: Cache, plan: PagedPlan) -> tuple[Tensor, ...]:

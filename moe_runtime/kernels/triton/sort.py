@@ -78,7 +78,14 @@ def _slots_of(slots_ptr: tl.tensor, pick: tl.tensor, picks: tl.tensor, experts: 
 
 
 @triton.jit(do_not_specialize=["picks"])
-def _count(slots_ptr: tl.tensor, counts_ptr: tl.tensor, picks: tl.tensor, experts: tl.tensor, CHUNK: tl.constexpr, EXPERTS: tl.constexpr) -> None:
+def _count(
+    slots_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    picks: tl.tensor,
+    experts: tl.tensor,
+    CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)

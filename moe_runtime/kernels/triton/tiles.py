@@ -8,13 +8,18 @@ Legend: M rows, N weight rows (outputs), K columns (inputs).
 
 import functools
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 from moe_runtime.kernels.triton.launch import power_of_two
 from moe_runtime.quant.formats import Format
 
 TABLES = Path(__file__).parent / "tables"
+# Bytes of shared memory for tiles in flight, with something left for the rest.
+_SHARED = {"sm_90": 200 * 1024, "sm_100": 200 * 1024, "sm_80": 150 * 1024}
+_LEAST_SHARED = 60 * 1024
 # Rows an expert gets on average; a table has an entry for each, and the next larger one is used.
 BUCKETS = (1, 4, 16, 64, 256, 1024)
 
@@ -62,12 +67,40 @@ def default_tile(product: Product, mean_rows: int, architecture: str) -> Tile:
     """BLOCK_M near twice the mean rows from 16 to 64, and 128 where products and not bytes take the time."""
     if architecture == "interpreter":
         return Tile(16, 32, 32, 4, 1)
-    block_m = 128 if mean_rows > 64 else min(64, max(16, power_of_two(2 * mean_rows)))
-    return fit(product, Tile(block_m, 64, 64, 4, 3), architecture)
+    form = product.format
+    block_m, block_k = min(_most_rows(form), max(16, power_of_two(2 * mean_rows))), default_block_k(form)
+    if 64 < block_m and mean_rows <= 64:
+        block_m = 64
+    plain_product = form.group[1] == 0 and form.activations == "float" and product.role != "gate_up"
+    block_n = 128 if block_m == 128 and plain_product and architecture == "sm_90" else 64
+    sums = block_m * block_n * (2 if product.role == "gate_up" else 1)
+    # 64 x 64 sums fit the registers of four warps, but not beside what sm_100 needs to read them back.
+    warps = 8 if sums > 64 * 64 or (sums == 64 * 64 and architecture == "sm_100") else 4
+    return Tile(block_m, block_n, block_k, warps, _stages(product, block_m, block_n, block_k, architecture))
 
 
-def fit(product: Product, tile: Tile, architecture: str) -> Tile:
-    return tile
+def _most_rows(form: Format) -> int:
+    """What the registers hold: full precision takes three products, and groups a second sum or scaled weights."""
+    if form.dtype is torch.float32:
+        return 32
+    return 64 if form.group[1] else 128
+
+
+def default_block_k(form: Format) -> int:
+    """128 columns, or a group of 64; fewer of plain weights, and of small groups, which are scaled in registers."""
+    if not form.quantized:
+        return 128 // form.dtype.itemsize
+    return 64 if form.group[1] == 64 or (form.group[1] == 32 and form.values == "int4") else 128
+
+
+def _stages(product: Product, block_m: int, block_n: int, block_k: int, architecture: str) -> int:
+    """As many tiles in flight as shared memory holds, four at most."""
+    form = product.format
+    x_bytes = 1 if form.activations == "int8" else max(2, form.dtype.itemsize if not form.quantized else 2)
+    weights = block_n * (2 if product.role == "gate_up" else 1)
+    step = block_k * (block_m * x_bytes + weights * form.dtype.itemsize // form.packed)
+    most = 2 if architecture.startswith("gfx") else 4
+    return max(2, min(most, _SHARED.get(architecture, _LEAST_SHARED) // step))
 
 
 @functools.cache
