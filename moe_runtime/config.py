@@ -24,11 +24,14 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which checkpoint to serve: a local directory or a hub id; `dtype` is what weights and activations compute in.
 
-    Clients know it as served_name (the path, when null) and by each of `aliases`.
+    quant: the experts' format (see moe_runtime/quant/formats.py), attention_quant: that of attention's projections and
+    the LM head; plain weights are quantized while they load. null takes each as the checkpoint has it. Clients know it as served_name (the path, when null) and by each of `aliases`.
     """
 
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quant: str | None = None
+    attention_quant: str | None = None
     served_name: str | None = None
     aliases: tuple[str, ...] = ()
 

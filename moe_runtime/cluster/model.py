@@ -4,10 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from moe_runtime.config import Config
 from moe_runtime.errors import ConfigError
 from moe_runtime.models.hub import resolve_model
-from moe_runtime.models.loader import fingerprint
+from moe_runtime.models.loader import fingerprint, open_checkpoint
 from moe_runtime.models.registry import load_spec
 from moe_runtime.models.spec import ModelSpec
 
@@ -33,4 +35,6 @@ def resolve(config: Config) -> ResolvedModel:
     wanted = config.scheduler.max_context
     if wanted is not None and wanted > spec.max_context:
         raise ConfigError(f"scheduler.max_context is {wanted}, but the model's context is {spec.max_context} tokens")
+    dtype = getattr(torch, config.model.dtype)
+    open_checkpoint(directory, spec).check_formats(dtype, config.model.quant, config.model.attention_quant)
     return ResolvedModel(Path(os.path.abspath(directory)), spec, fingerprint(directory))
