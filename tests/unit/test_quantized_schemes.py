@@ -12,6 +12,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter, FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationConfig
+from published import packed_rows
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -162,17 +163,10 @@ def test_awq_is_read_as_the_library_converts_it() -> None:
     assert torch.equal(dequantize(own.unpack(parts, N, K)), expected_NK)
 
 
-def packed_rows(numbers: np.ndarray, bits: int) -> Tensor:
-    """By definition: number r of a column is in word r // (32 / bits), at bit bits * (r % (32 / bits))."""
-    per_word = 32 // bits
-    words = np.zeros((numbers.shape[0] // per_word, numbers.shape[1]), dtype=np.uint32)
-    for row, line in enumerate(numbers.astype(np.uint32)):
-        words[row // per_word] |= line << np.uint32(bits * (row % per_word))
-    return torch.from_numpy(words.view(np.int32))
-
-
 @pytest.mark.parametrize("kind", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 64, False), (4, 128, True), (4, -1, False), (8, -1, True)])
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric"), [(4, 64, False), (4, 128, True), (4, -1, False), (8, -1, True)]
+)
 def test_gptq_by_its_definition(kind: str, bits: int, group: int, symmetric: bool) -> None:
     """weight = scale * (code - zero), where zero is stored less one (modulo its bits) in the first version."""
     random = np.random.default_rng(9)
