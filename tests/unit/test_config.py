@@ -37,7 +37,7 @@ def test_a_written_configuration_and_overrides_meet(tmp_path: Path) -> None:
     [
         ("cluster.ffn_node=1", "unknown key cluster.ffn_node; did you mean cluster.ffn_nodes?"),
         ("exchnge.lanes=1", "unknown key exchnge; did you mean exchange?"),
-        ("model.zzzzzzzz=1", "known keys: path, dtype, served_name"),
+        ("model.zzzzzzzz=1", "known keys: path, dtype, quant, attention_quant, served_name"),
         ("exchange.lanes=5", "exchange.lanes is 5: expected `int` <= 4"),
         ("cluster.attention_nodes=0", "cluster.attention_nodes is 0: expected `int` >= 1"),
         ("cluster.ffn_nodes=two", "cluster.ffn_nodes is 'two': expected `int`"),
