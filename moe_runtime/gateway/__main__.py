@@ -7,6 +7,7 @@ import sys
 import uvloop
 
 from moe_runtime.gateway.node import GatewayNode
+from moe_runtime.gateway.request_ids import RequestIdFilter
 
 
 def main() -> int:
@@ -14,8 +15,15 @@ def main() -> int:
     parser.add_argument("--node", required=True, help="this process's name in the cluster")
     parser.add_argument("--controller", required=True, help="the controller's ZeroMQ endpoint, tcp://HOST:PORT")
     arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    _log_to_stderr()
     return uvloop.run(_serve(arguments.node, arguments.controller))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RequestIdFilter())
+    layout = "%(asctime)s %(name)s [%(request_id)s]: %(message)s"
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, format=layout)
 
 
 async def _serve(node: str, controller: str) -> int:

@@ -1,9 +1,12 @@
 """What can go wrong with a request, as the status and body that OpenAI's clients understand."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from moe_runtime.protocol.messages import RequestFailed
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {"invalid": 400, "timeout": 408, "overloaded": 429, "unavailable": 503, "internal": 500}
 # How long clients should leave the server alone, in seconds: a queue moves on, a restart takes longer.
@@ -55,7 +58,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def from_engine(failure: RequestFailed) -> ApiError:
-    """The status that fits an engine's refusal."""
+    """The status that fits an engine's refusal. Its own faults are logged."""
+    if failure.kind == "internal":
+        logger.error("%s failed on its node: %s", failure.request_id, failure.message)
     return ApiError(_KINDS[failure.kind], failure.message, code=failure.kind)
 
 

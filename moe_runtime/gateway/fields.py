@@ -4,8 +4,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from moe_runtime.gateway.errors import ApiError, invalid
 
@@ -36,6 +37,18 @@ class RequestModel(BaseModel):
                 raise field_error(name, "this server does not support this field yet")
         return kept
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """What _check_names adds to the fields' own types: null for every field that has a default, and not_yet."""
+        described = handler(core_schema)
+        schema = handler.resolve_ref_schema(described)
+        properties = schema["properties"]
+        for name in properties.keys() - schema.get("required", ()):
+            properties[name] = _or_null(properties[name])
+        for name, neutral in cls.not_yet.items():
+            properties[name] = {"enum": [None, *neutral], "description": "Not supported yet."}
+        return described
+
 
 def to_api_error(error: ValidationError) -> ApiError:
     """The first fault as a 400 that names its field, such as `messages[0].content`."""
@@ -53,6 +66,13 @@ def value_error(message: str) -> PydanticCustomError:
 def field_error(name: str, message: str) -> PydanticCustomError:
     """A fault of the named field, for validators that see a whole body."""
     return PydanticCustomError("name", "{message}", {"message": message, "field": name[:80]})
+
+
+def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    if {"type": "null"} in schema.get("anyOf", ()):
+        return schema
+    notes: JsonSchemaValue = {key: schema.pop(key) for key in ("default", "title") if key in schema}
+    return {"anyOf": [schema, {"type": "null"}], **notes}
 
 
 def _hint(name: str, model: type[BaseModel]) -> str:

@@ -7,10 +7,12 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from moe_runtime.config import GatewayConfig
 from moe_runtime.errors import ConfigError
+from moe_runtime.gateway.http_protocol import GatewayProtocol
+from moe_runtime.gateway.request_ids import MAX_HEAD_BYTES
 
 _KEEP_ALIVE_S = 75
 
@@ -23,15 +25,23 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI, flush_s: float) -> HttpServer:
-    """A server for `serve(sockets=[...])`; after should_exit is set, open answers have flush_s to be sent."""
+def make_server(app: ASGIApp, flush_s: float, idle_s: int = _KEEP_ALIVE_S) -> HttpServer:
+    """A server for `serve(sockets=[...])`; after should_exit is set, open answers have flush_s to be sent.
+
+    idle_s: how long a connection may be without a request, or without the rest of a request's head.
+    """
     config = uvicorn.Config(
         app,
+        http=GatewayProtocol,
+        ws="none",
         lifespan="off",
         log_config=None,
+        # A warning for every request that is no HTTP would let anybody fill the log.
+        log_level="error",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=idle_s,
         timeout_graceful_shutdown=math.ceil(flush_s),
     )
     return HttpServer(config)

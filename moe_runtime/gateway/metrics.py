@@ -31,11 +31,18 @@ class GatewayMetrics:
         self.failure = self._counter("request_failure", "Requests that ended otherwise, by kind.", "kind")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
         self.generation_tokens = self._counter("generation_tokens", "New tokens of answered requests.")
+        self._answers = self._counter(
+            "http_responses", "HTTP requests by route and status; 499: the client left.", "route", "status"
+        )
         self.registry.register(self.nodes)
 
     def render(self) -> bytes:
         """Prometheus's text format."""
         return generate_latest(self.registry)
+
+    def answered(self, route: str | None, status: int) -> None:
+        """Count an HTTP request; its route is None where there was none."""
+        self._answers.labels(route or "none", str(status)).inc()
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(_PREFIX + name, text, buckets=_SECONDS, registry=self.registry)

@@ -11,6 +11,19 @@ from moe_runtime.gateway.detokenizer import ByteDetokenizer, Detokenizer, Window
 from moe_runtime.gateway.errors import invalid
 from moe_runtime.gateway.token_bytes import TokenBytes
 
+# What a template can do wrong with what it is given; a wrong type within an expression is one of Python's own errors.
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+# Some messages repeat the whole conversation.
+_MAX_FAULT_CHARS = 200
+
 
 class TextTokenizer:
     """Text to token ids and back, by the checkpoint's own files. All methods may run in any thread.
@@ -39,11 +52,16 @@ class TextTokenizer:
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """special_tokens: also what the tokenizer adds around every text, such as a begin-of-text token."""
-        return self._backend.encode(text, add_special_tokens=special_tokens).ids
+        # The batch form leaves out offsets, which nobody needs: half the time and a fraction of the memory.
+        return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Bytes that are no character become U+FFFD; ids beyond the vocabulary have no text; nothing is cleaned up."""
         return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for ids beyond it."""
+        return [self._backend.id_to_token(token) or "" for token in ids]
 
     def detokenizer(self, context_ids: Sequence[int], skip_special: bool) -> Detokenizer:
         """For the text that follows context_ids; with skip_special special tokens have none."""
@@ -52,11 +70,28 @@ class TextTokenizer:
         silent_ids = self.silent_ids if skip_special else frozenset()
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special), silent_ids, context_ids)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The chat template's text, up to where the assistant's answer begins. Raises ApiError 400 if it refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The chat template's text. Raises ApiError 400 if it refuses.
+
+        variables: the client's own, for the template. add_generation_prompt: up to where the assistant's next answer
+        begins; continue_final_message: up to the end of the last message's own text.
+        """
         if not self._tokenizer.chat_template:
             raise invalid("this model has no chat template; use /v1/completions", "messages")
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            raise invalid(f"the chat template refuses these messages: {error}", "messages") from error
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except _TEMPLATE_FAULTS as error:
+            fault = str(error)[:_MAX_FAULT_CHARS] or type(error).__name__
+            raise invalid(f"the chat template refuses these messages: {fault}", "messages") from error

@@ -1,12 +1,14 @@
 """The controller's side of protocol/control.py for one gateway, and that gateway as a real process."""
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,6 +33,8 @@ from moe_runtime.protocol.control import (
 
 STATS_EVERY_S = 0.1
 WAIT_S = 30.0
+# Names of the model: as published, with every character that means something in a URL, and in another script.
+ALIASES = ("tiny", "a b/c?d#e%2F&f=g+h", "模型/日本🦙", "x/../y")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
@@ -40,13 +44,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
         time.sleep(0.01)
 
 
-def make_config(
-    port: int = 0, max_body_bytes: int = 1_000_000, drain_timeout_s: float = 10.0, startup_timeout_s: float = 60.0
-) -> Config:
+def make_config(drain_timeout_s: float = 10.0, **gateway: Any) -> Config:
+    """gateway: what differs from the test's usual section."""
     return Config(
-        model=ModelConfig(path="unused", served_name="tiny/model"),
-        cluster=ClusterConfig(heartbeat_s=0.1, drain_timeout_s=drain_timeout_s, startup_timeout_s=startup_timeout_s),
-        gateway=GatewayConfig(port=port, max_body_bytes=max_body_bytes, max_tokens_default=24),
+        model=ModelConfig(path="unused", served_name="tiny/model", aliases=ALIASES),
+        cluster=ClusterConfig(heartbeat_s=0.1, drain_timeout_s=drain_timeout_s, startup_timeout_s=60.0),
+        gateway=GatewayConfig(**{"port": 0, "max_body_bytes": 1_000_000, "max_tokens_default": 24, **gateway}),
     )
 
 
@@ -130,10 +133,16 @@ class FakeController:
 class GatewayProcess:
     """`python -m moe_runtime.gateway`, started against a controller, and killed at the end whatever happens."""
 
-    def __init__(self, controller: FakeController) -> None:
+    def __init__(self, controller: FakeController, environment: Mapping[str, str] | None = None) -> None:
+        """environment: variables beside this process's own."""
         self.controller = controller
         command = [sys.executable, "-m", "moe_runtime.gateway", "--node", "gateway0"]
-        self.process = subprocess.Popen([*command, "--controller", controller.endpoint], stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [*command, "--controller", controller.endpoint],
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+        )
+        self._log: list[str] = []
 
     def wait_serving(self) -> str:
         """The URL, once the gateway has said Serving."""
@@ -146,9 +155,12 @@ class GatewayProcess:
     def wait_exit(self) -> int:
         return self.process.wait(WAIT_S)
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    def close(self) -> str:
+        """End it, if it still runs; gives what it logged."""
+        if not self._log:
+            self.process.kill()
+            self._log.append(self.process.communicate()[1].decode())
+        return self._log[0]
 
 
 def last_samples(controller: FakeController) -> dict[str, float]:

@@ -6,40 +6,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from fake_controller import FakeController, GatewayProcess, make_config, make_spec, wait_until
+from fake_controller import FakeController, make_config, make_spec, wait_until
 from fake_engine import Answer, FakeEngine
+from own_gateway import fatal_message, gateway
 from tiny_tokenizer import EOS, VOCAB
 
-from moe_runtime.config import Config
-from moe_runtime.protocol.control import Fatal, Heartbeat, Hello, Progress, Serving, Shutdown
-
-
-@contextmanager
-def gateway(model_dir: Path, config: Config | None = None) -> Iterator[tuple[GatewayProcess, FakeEngine]]:
-    engine = FakeEngine("a0")
-    spec = make_spec(VOCAB, (EOS,))
-    controller = FakeController(config or make_config(), model_dir, spec, (engine.start(),))
-    process = GatewayProcess(controller)
-    try:
-        yield process, engine
-    finally:
-        process.close()
-        controller.close()
-        engine.stop()
-
-
-def fatal_message(process: GatewayProcess) -> str:
-    assert process.wait_exit() == 1
-    wait_until(lambda: bool(process.controller.of(Fatal)), "Fatal")
-    (fatal,) = process.controller.of(Fatal)
-    assert isinstance(fatal, Fatal) and fatal.node == "gateway0"
-    return fatal.message
+from moe_runtime.protocol.control import Heartbeat, Hello, Progress, Serving, Shutdown
 
 
 def test_start_then_drain(model_dir: Path) -> None:
@@ -62,6 +38,8 @@ def test_start_then_drain(model_dir: Path) -> None:
         wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "draining")
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "y"})
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        assert httpx.post(f"{url}/tokenize", json={"prompt": "y"}).json()["count"] == 1
         engine.held = False
         thread.join(30)
         assert answers[0].text.endswith("data: [DONE]\n\n")

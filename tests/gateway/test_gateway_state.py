@@ -1,11 +1,16 @@
 """Models, health and metrics of a running gateway."""
 
+import json
 import time
+from importlib.metadata import version
+from urllib.parse import quote
 
+import pytest
 from conftest import Cluster
-from fake_controller import wait_until
+from fake_controller import ALIASES, wait_until
 from fake_engine import Answer
 from prometheus_client.parser import text_string_to_metric_families
+from raw_http import exchange
 
 from moe_runtime.protocol.control import Sample
 
@@ -27,9 +32,42 @@ def metrics(cluster: Cluster) -> dict[str, float]:
 
 
 def test_models(cluster: Cluster) -> None:
-    (model,) = cluster.openai.models.list().data
-    assert (model.id, model.object) == (MODEL, "model")
+    cards = cluster.http.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == [MODEL, *ALIASES]
+    for card in cards:
+        created = card.pop("created")
+        expected = {"object": "model", "owned_by": "moe-runtime", "root": MODEL, "parent": None, "max_model_len": 400}
+        assert card == {"id": card["id"], **expected} and abs(created - time.time()) < 600
+    assert [model.id for model in cluster.openai.models.list().data] == [MODEL, *ALIASES]
+
+
+@pytest.mark.parametrize("name", [MODEL, *ALIASES])
+def test_each_name_has_its_card_and_answers(cluster: Cluster, name: str) -> None:
+    target = quote(name, safe="")
+    card = exchange(cluster.url, f"GET /v1/models/{target} HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert card.status == 200 and json.loads(card.body)["id"] == name
+    body = {"model": name, "prompt": "x", "max_tokens": 1}
+    assert cluster.http.post("/v1/completions", json=body).json()["model"] == name
+    body = {"model": name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stream": True}
+    assert (
+        f'"model":{json.dumps(name, ensure_ascii=False)}' in cluster.http.post("/v1/chat/completions", json=body).text
+    )
+    assert cluster.http.post("/tokenize", json={"model": name, "prompt": "x"}).status_code == 200
+
+
+def test_slashes_of_a_name_need_no_escape(cluster: Cluster) -> None:
+    assert cluster.http.get("/v1/models/tiny/model").json()["id"] == MODEL
     assert cluster.openai.models.retrieve(MODEL).id == MODEL
+
+
+@pytest.mark.parametrize("name", ["", "tiny%2", "tiny%2Fmodel%00", "Tiny", "tiny/model/", "%ff", "x" * 5000, "%F0%9F"])
+def test_other_names_have_none(cluster: Cluster, name: str) -> None:
+    answer = exchange(cluster.url, f"GET /v1/models/{name} HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.status == 404 and answer.error["code"] == "model_not_found" and len(answer.body) < 500
+
+
+def test_the_version(cluster: Cluster) -> None:
+    assert cluster.http.get("/version").json() == {"version": version("moe-runtime")}
 
 
 def test_health_follows_the_controllers_reports(cluster: Cluster) -> None:
@@ -86,6 +124,25 @@ def test_node_samples_have_node_labels(cluster: Cluster) -> None:
     assert samples["moe_runtime_gateway_open_requests{node=gateway0}"] == 0
 
 
+def test_answers_are_counted_by_route_and_status(cluster: Cluster) -> None:
+    before = metrics(cluster)
+    cluster.http.get("/v1/models/tiny/model")
+    cluster.http.get("/v1/models/none/such")
+    cluster.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    cluster.http.post("/v1/completions", json={})
+    cluster.http.get("/nothing/like/it")
+    after = metrics(cluster)
+    for route, status in (
+        ("/v1/models/{model:path}", 200),
+        ("/v1/models/{model:path}", 404),
+        ("/v1/completions", 200),
+        ("/v1/completions", 400),
+        ("none", 404),
+    ):
+        key = f"moe_runtime_http_responses_total{{route={route},status={status}}}"
+        assert after[key] == before.get(key, 0) + 1, key
+
+
 def test_the_openapi_document_lists_the_bodies(cluster: Cluster) -> None:
     document = cluster.http.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
@@ -95,3 +152,4 @@ def test_the_openapi_document_lists_the_bodies(cluster: Cluster) -> None:
     ]
     assert reference == {"$ref": "#/components/schemas/ChatRequest"}
     assert schemas["ChatRequest"]["properties"]["messages"]["items"]["$ref"] == "#/components/schemas/ChatMessage"
+    assert "security" not in document["paths"]["/v1/completions"]["post"]

@@ -8,6 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 SPECIALS = ("<|im_start|>", "<|im_end|>")
 VOCAB = 256 + len(SPECIALS) + 6  # padded, as real models' vocabularies are
 TEMPLATE = (
+    "{% if tone is defined %}<|im_start|>tone\n{{ tone | upper }}{{ '!' * (loudness | default(0)) }}<|im_end|>\n"
+    "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
