@@ -76,6 +76,7 @@ def test_a_batch_equals_the_reference_row_by_row_and_each_row_equals_itself_alon
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
+@example(tokens=list(range(200)), start=3, with_prompt=True)
 @given(
     tokens=st.lists(st.integers(0, 400), min_size=1, max_size=120), start=st.integers(0, 119), with_prompt=st.booleans()
 )
