@@ -25,7 +25,6 @@ from moe_runtime.protocol.messages import SamplingParams
 VOCAB = 37
 ids = st.integers(0, VOCAB - 1)
 penalties = st.one_of(st.just(0.0), st.floats(-2, 2))
-texts = st.lists(st.integers(0, 400), min_size=1, max_size=120)
 # Few distinct tokens, so that words do occur in histories.
 few = st.integers(0, 4)
 requests = st.builds(
