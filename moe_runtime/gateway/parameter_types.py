@@ -94,10 +94,10 @@ def _few_stop_tokens(ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids
 
 
-def _some(ids: tuple[int, ...]) -> tuple[int, ...]:
+def _distinct(ids: tuple[int, ...]) -> tuple[int, ...]:
     if not ids:
         raise value_error("must not be empty: nothing could be generated")
-    return ids
+    return tuple(dict.fromkeys(ids))
 
 
 _TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -129,7 +129,7 @@ TokenIds = Annotated[tuple[int, ...], PlainValidator(_parse_ids), WithJsonSchema
 StopTokens = Annotated[
     TokenIds, AfterValidator(_few_stop_tokens), WithJsonSchema({**_IDS, "minItems": 0, "maxItems": MAX_STOP_TOKENS})
 ]
-AllowedTokens = Annotated[TokenIds, AfterValidator(_some), WithJsonSchema(_IDS)]
+AllowedTokens = Annotated[TokenIds, AfterValidator(_distinct), WithJsonSchema(_IDS)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_parse_bias), WithJsonSchema(_BIAS_SCHEMA)]
 CountOrAll = Annotated[
     int, PlainValidator(_parse_whole), WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]})

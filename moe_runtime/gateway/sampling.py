@@ -122,7 +122,7 @@ def choice_params(shared: SamplingParams, request: GenerationRequest, index: int
 def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
     room, asked = limits.capacity - prompt_tokens, request.max_new_tokens
     if room < (1 if asked != 0 else 0):
-        raise _too_long(f"{prompt_tokens} tokens of {prompt_field} leave no room for new ones", limits, prompt_field)
+        raise prompt_too_long(prompt_tokens, limits, prompt_field)
     field = "max_tokens" if asked is not None else "min_tokens"
     needed = asked if asked is not None else request.min_tokens
     if needed > room:
@@ -141,6 +141,11 @@ def _check_choice_left(
         field = "bad_words" if request.allowed_token_ids is None else "allowed_token_ids"
         without = "bad_words and, before min_tokens, the tokens that end the text"
         raise invalid(f"{field}: no token is left without {without}", field)
+
+
+def prompt_too_long(tokens: int, limits: Limits, field: str) -> ApiError:
+    """A prompt of so many tokens cannot be answered; `field` holds it."""
+    return _too_long(f"{tokens} tokens of {field} leave no room for new ones", limits, field)
 
 
 def _too_long(what: str, limits: Limits, param: str) -> ApiError:

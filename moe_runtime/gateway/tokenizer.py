@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import Encoding
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -52,8 +53,12 @@ class TextTokenizer:
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """special_tokens: also what the tokenizer adds around every text, such as a begin-of-text token."""
+        return self.encoding(text, special_tokens).ids
+
+    def encoding(self, text: str, special_tokens: bool) -> Encoding:
+        """The same with its count known before there is a list, which takes time during which no thread runs."""
         # The batch form leaves out offsets, which nobody needs: half the time and a fraction of the memory.
-        return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Bytes that are no character become U+FFFD; ids beyond the vocabulary have no text; nothing is cleaned up."""
