@@ -19,21 +19,23 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 # No wait is endless: a day at most, which also keeps infinity out.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which checkpoint to serve: a local directory or a hub id; `dtype` is what weights and activations compute in.
 
     quant: the experts' format (see moe_runtime/quant/formats.py), attention_quant: that of attention's projections and
-    the LM head; plain weights are quantized while they load. null takes each as the checkpoint has it. Clients know it as served_name (the path, when null) and by each of `aliases`.
+    the LM head; plain weights are quantized while they load. null takes each as the checkpoint has it. Clients know the
+    model as served_name (the path, when null) and by each of `aliases`.
     """
 
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     quant: str | None = None
     attention_quant: str | None = None
-    served_name: str | None = None
-    aliases: tuple[str, ...] = ()
+    served_name: Name | None = None
+    aliases: tuple[Name, ...] = ()
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,7 +159,10 @@ def _explain(message: str, tree: Mapping[str, Any]) -> str:
     value: Any = tree
     kind: Any = Config
     for key in place.split(".") if place else ():
-        value, kind = value[key], _fields(kind)[key]
+        name, _, index = key.rstrip("]").partition("[")
+        value, kind = value[name], _fields(kind)[name]
+        if index:
+            value = value[int(index)]
     if isinstance(value, Mapping):
         return f"{place or 'configuration'}: {fault[0].lower()}{fault[1:]}"
     if get_origin(kind) is Literal:

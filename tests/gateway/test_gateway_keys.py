@@ -11,6 +11,7 @@ from fake_engine import FakeEngine
 from own_gateway import fatal_message, gateway
 from raw_http import Connection, exchange
 
+from moe_runtime.cli import run
 from moe_runtime.gateway.auth import VARIABLE
 
 FILE_KEYS = ("file-key-one", "sk-~!@#$%^&*()_+=")
@@ -130,6 +131,18 @@ def test_the_document_says_which_routes_need_a_key(locked: Locked) -> None:
         for operation in methods.values():
             closed = path.startswith("/v1/") or path.endswith("tokenize")
             assert ("security" in operation) == closed == ("401" in operation["responses"]), path
+
+
+def test_check_shows_where_keys_are_and_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys.txt").write_text(FILE_KEYS[0])
+    (tmp_path / "config.yaml").write_text(f"model: {{path: m}}\ngateway: {{api_key_file: {tmp_path}/keys.txt}}\n")
+    monkeypatch.setenv(VARIABLE, ENVIRONMENT_KEYS[0])
+    assert run(["check", str(tmp_path / "config.yaml")]) == 0
+    output = "".join(capsys.readouterr())
+    assert f"api_key_file: {tmp_path}/keys.txt" in output
+    assert FILE_KEYS[0] not in output and ENVIRONMENT_KEYS[0] not in output
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,16 @@ def test_a_written_configuration_and_overrides_meet(tmp_path: Path) -> None:
         ("kv_cache.memory_fraction=.nan", "kv_cache.memory_fraction is nan"),
         ("exchange.transport=rdma", "expected one of auto, shm, gloo, nccl"),
         ("exchange.transport=nccl", "exchange.transport nccl needs cluster.device cuda"),
+        ("model.aliases=[a, 5]", "model.aliases[1] is 5: expected `str`, got `int`"),
+        ("model.aliases=a", "model.aliases is 'a': expected `array`"),
+        ("model.aliases=['']", "model.aliases[0] is '': expected `str` of length >= 1"),
+        ("model.served_name=''", "model.served_name is '': expected `str` of length >= 1"),
+        ("gateway.api_key_file=5", "gateway.api_key_file is 5: expected `str | null`"),
+        ("gateway.api_keys=[a]", "unknown key gateway.api_keys; did you mean gateway.api_key_file?"),
+        ("gateway.max_open_requests=0", "gateway.max_open_requests is 0: expected `int` >= 1"),
+        ("gateway.request_timeout_s=0", "gateway.request_timeout_s is 0: expected `float` > 0"),
+        ("gateway.request_timeout_s=.inf", "gateway.request_timeout_s is inf: expected `float` <= 86400"),
+        ("gateway.request_timeout_s=100000", "gateway.request_timeout_s is 100000: expected `float` <= 86400"),
         ("cluster=3", "cluster must be a section of keys, got 3"),
         ("cluster.ffn_nodes.more=3", "'ffn_nodes' is a value, not a section"),
         ("cluster.ffn_nodes", "expected section.key=value"),
@@ -56,6 +66,11 @@ def test_mistakes_are_named(tmp_path: Path, override: str, message: str) -> None
     with pytest.raises(ConfigError) as caught:
         load_config(path, [override])
     assert message in str(caught.value)
+
+
+def test_names_may_hold_any_characters(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: m, aliases: ['a b/c?d#e%2F', \"模型\", '*']}\n")
+    assert load_config(path).model.aliases == ("a b/c?d#e%2F", "模型", "*")
 
 
 @pytest.mark.parametrize(("text", "message"), [("- a\n", "a mapping of sections"), ("a: [\n", "not valid YAML")])
