@@ -39,7 +39,7 @@ def run_experts(
     (tokens, hidden), picks = x_TH.shape, slots_TK.shape[1]
     if not tokens * picks:
         return torch.zeros_like(x_TH)
-    assert tiles[0].block_m == tiles[1].block_m
+    assert tiles[0].block_m == tiles[1].block_m and hidden == gate_up.columns == down.rows
     x_TH = x_TH.contiguous()
     by_expert = sort_picks(slots_TK, len(gate_up.units_ENU), tiles[0].block_m)
     dtype, rounds = result_dtype(x_TH, gate_up), gate_up.format.activations == "int8"
