@@ -1,19 +1,25 @@
 """Bad requests: a documented status with OpenAI's error body, never a 500, and the next request works."""
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
 from conftest import Cluster
 from fake_controller import wait_until
 from fake_engine import Answer
+from raw_http import exchange
 from tiny_tokenizer import VOCAB, ids
 
 MESSAGES = [{"role": "user", "content": "x"}]
+# Every route that takes a body, with a good one.
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +31,7 @@ def the_next_request_works(cluster: Cluster) -> Iterator[None]:
 
 def refused(cluster: Cluster, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     """The error of a refusal; nothing may have reached an engine."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    content = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
     response = cluster.http.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -151,42 +157,107 @@ def test_unknown_fields_are_refused_by_name_even_when_null(cluster: Cluster) -> 
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"prompt": "x"', b"null", b"[]", b'"str"', b"5", b"{'prompt': 1}", b"\xff\xfe", b'{"prompt": "\xff"}',
-     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}',
-     b'{"prompt": "x", "temperature": -Infinity}', b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": "\\ud800"}',
-     b'{"prompt": "\\udc00 x"}', b'{"prompt": ' + b"[" * 100_000, b'{"NaN": NaN}', b'{"\\u0000": 1, "prompt": "x"}'],
+    [b"", b" ", b"{", b'{"prompt": "x"', b"null", b"[]", b'"str"', b"5", b"true", b"NaN", b"{'prompt': 1}", b"\xff\xfe",
+     b'{"prompt": "\xff"}', b'\xef\xbb\xbf{"prompt": "x"}', b'{"prompt": "x"} {}', b'{"prompt": "x",}',
+     b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00 x"}', b'{"\\ud800": 1}', b'{"prompt": "a\nb"}',
+     b'{"prompt": \'x\'}',
+     b'{"prompt": ' + b"[" * 100_000, b'{"a":' * 100_000, b'{"NaN": NaN}', b'{"\\u0000": 1, "prompt": "x"}',
+     b'{"prompt": 01}', b'{"prompt": "\\x"}'],
     ids=lambda body: repr(body[:24]),
 )  # fmt: skip
 def test_malformed_bodies(cluster: Cluster, body: bytes) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ROUTES:
         refused(cluster, path, body)
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000])
+@pytest.mark.parametrize(
+    "field",
+    ["temperature", "seed", "max_tokens", "logit_bias", "stop", "user", "timeout", "stream_options", "messages",
+     "prompt", "tokens", "chat_template_kwargs", "colour"],
+)  # fmt: skip
+def test_numbers_that_are_none_or_no_float(cluster: Cluster, field: str, number: str) -> None:
+    """Wherever they stand, alone or deep: the answer is a 400 in valid JSON that does not repeat them."""
+    for path, good in ROUTES.items():
+        for value in (number, f'{{"1": {number}}}', f"[[{number}]]"):
+            rest = json.dumps({name: entry for name, entry in good.items() if name != field})[1:]
+            comma = "" if rest == "}" else ", "
+            refused(cluster, path, f'{{"{field}": {value}{comma}{rest}'.encode())
+
+
+HUGE = [
+    ("/v1/completions", "prompt", ["a"] * 200_000),
+    ("/v1/completions", "prompt", [[1]] * 150_000),
+    ("/v1/completions", "prompt", [1] * 300_000),
+    ("/v1/completions", "bad_words", ["a"] * 200_000),
+    ("/v1/completions", "stop", ["a"] * 200_000),
+    ("/v1/completions", "stop_token_ids", [1] * 300_000),
+    ("/v1/completions", "logit_bias", {str(token): 0 for token in range(90_000)}),
+    ("/v1/completions", "logprobs", [1] * 300_000),
+    ("/v1/completions", "stream_options", {f"x{index}": 0 for index in range(80_000)}),
+    ("/v1/completions", "user", ["a"] * 200_000),
+    ("/v1/completions", "x" * 900_000, 1),
+    ("/v1/completions", "temperature", "x" * 900_000),
+    ("/v1/completions", "model", ["x"] * 200_000),
+    ("/v1/chat/completions", "messages", [{}] * 300_000),
+    ("/v1/chat/completions", "messages", MESSAGES * 20_000),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": [{}] * 300_000}]),
+    ("/v1/chat/completions", "messages", [{"role": "x" * 900_000, "content": ""}]),
+    ("/v1/chat/completions", "tools", [{}] * 300_000),
+    ("/v1/chat/completions", "chat_template_kwargs", {f"x{index}": 0 for index in range(80_000)}),
+    ("/v1/chat/completions", "chat_template_kwargs", {"x": [0] * 300_000}),
+    ("/tokenize", "prompt", ["a"] * 200_000),
+    ("/detokenize", "tokens", [10**6] * 120_000),
+    ("/detokenize", "tokens", ["a"] * 200_000),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), HUGE, ids=lambda value: str(value)[:24])
+def test_huge_values_are_refused_by_name(cluster: Cluster, path: str, field: str, value: Any) -> None:
+    error = refused(cluster, path, {**ROUTES[path], field: value})
+    assert error["param"].startswith(field[:80])
+
+
+def test_a_huge_model_name_is_a_model_that_is_not_there(cluster: Cluster) -> None:
+    for path, body in ROUTES.items():
+        assert refused(cluster, path, {**body, "model": "x" * 900_000}, 404)["code"] == "model_not_found"
+
+
+def test_null_is_the_default_of_every_field(cluster: Cluster) -> None:
+    schemas = cluster.http.get("/openapi.json").json()["components"]["schemas"]
+    names = ("CompletionRequest", "ChatRequest", "TokenizeTextRequest", "DetokenizeRequest")
+    for (path, body), name in zip(ROUTES.items(), names, strict=True):
+        nulls = dict.fromkeys(schemas[name]["properties"])
+        assert len(nulls) > len(body)
+        assert cluster.http.post(path, json={**nulls, **body}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
 def test_the_content_type_must_be_json(cluster: Cluster, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
-    response = cluster.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
-    assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
-    accepted = {"content-type": "Application/JSON; charset=utf-8"}
-    body = b'{"prompt": "x", "max_tokens": 1}'
-    assert cluster.http.post("/v1/completions", content=body, headers=accepted).status_code == 200
+    accepted = {"content-type": "Application/JSON ; charset=utf-8"}
+    for path, good in ROUTES.items():
+        body = json.dumps(good).encode()
+        response = cluster.http.post(path, content=body, headers=headers)
+        assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
+        assert cluster.http.post(path, content=body, headers=accepted).status_code == 200
 
 
 @pytest.mark.parametrize("size", [1_000_001, 3_900_000])
 def test_large_bodies_are_refused_whether_declared_or_chunked(cluster: Cluster, size: int) -> None:
     body = b'{"prompt": "' + b"x" * size + b'"}'
-    assert refused(cluster, "/v1/completions", body, 413)["message"].startswith("the body is larger")
-    chunks = (body[start : start + 65536] for start in range(0, len(body), 65536))
-    headers = {"content-type": "application/json"}
-    assert cluster.http.post("/v1/completions", content=chunks, headers=headers).status_code == 413
+    for path in ROUTES:
+        assert refused(cluster, path, body, 413)["message"].startswith("the body is larger")
+        chunks = (body[start : start + 65536] for start in range(0, len(body), 65536))
+        headers = {"content-type": "application/json"}
+        assert cluster.http.post(path, content=chunks, headers=headers).status_code == 413
 
 
 def test_a_huge_declared_length_is_refused_before_the_body_is_read(cluster: Cluster) -> None:
-    address = urlsplit(cluster.url)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
-        connection.sendall(f"{head}Content-Length: {10**12}\r\n\r\n".encode())
-        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+    for path in ROUTES:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        answer = exchange(cluster.url, f"{head}Content-Length: {10**12}\r\n\r\n")
+        assert answer.status == 413 and answer.error
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -230,7 +301,15 @@ def test_an_engine_that_refuses_has_its_status(cluster: Cluster, kind: str, stat
     cluster.script(lambda submit: Answer([], failure=(kind, "no, because")))
     response = cluster.http.post("/v1/completions", json={"prompt": ["x", "y"], "stream": stream})
     assert response.status_code == status
-    assert response.json()["error"]["message"] == "no, because"
+    assert response.json()["error"] == {
+        "message": "no, because",
+        "type": {400: "invalid_request_error", 429: "rate_limit_error", 503: "unavailable_error"}.get(
+            status, "internal_error"
+        ),
+        "param": None,
+        "code": kind,
+    }
+    assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
 def test_a_failure_in_mid_stream_is_an_error_event_and_the_end(cluster: Cluster) -> None:
