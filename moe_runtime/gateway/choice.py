@@ -78,13 +78,7 @@ class Choice:
             text += self._find_stop(self._push(token, score))
             if self._stops.hit is not None:
                 return self._delta(text, "stop", self._stops.hit)
-        if output.finish_reason is None:
-            return self._delta(text)
-        text += self._find_stop(self._detokenizer.finish())
-        if self._stops.hit is not None:
-            return self._delta(text, "stop", self._stops.hit)
-        text += self._stops.finish()
-        return self._ended_by_token(text, output) if stopped else self._delta(text, output.finish_reason)
+        return self._delta(text) if output.finish_reason is None else self._end(text, output)
 
     def _push(self, token: int, score: TokenScore | None) -> str:
         self.completion_tokens += 1
@@ -97,13 +91,19 @@ class Choice:
     def _find_stop(self, piece: str) -> str:
         return piece if self.completion_tokens <= self._rules.min_tokens else self._stops.push(piece)
 
-    def _ended_by_token(self, text: str, output: TokenOutput) -> Delta:
-        token = output.token_ids[-1]
-        if self._rules.include_stop:
-            text += self._push(token, output.scores[-1] if output.scores else None) + self._detokenizer.finish()
+    def _end(self, text: str, output: TokenOutput) -> Delta:
+        """The engine has ended the text: what is still held, and the last token where it is part of the text."""
+        stopped = output.finish_reason == "stop"
+        if stopped and self._rules.include_stop:
+            score = output.scores[-1] if output.scores else None
+            text += self._push(output.token_ids[-1], score) + self._detokenizer.finish()
         else:
-            self.completion_tokens += 1
-        return self._delta(text, "stop", token if token in self._rules.stop_token_ids else None)
+            text += self._find_stop(self._detokenizer.finish()) + self._stops.finish()
+            self.completion_tokens += 1 if stopped else 0
+        if self._stops.hit is not None:
+            return self._delta(text, "stop", self._stops.hit)
+        named = stopped and output.token_ids[-1] in self._rules.stop_token_ids
+        return self._delta(text, output.finish_reason, output.token_ids[-1] if named else None)
 
     def _delta(self, text: str, finish_reason: str | None = None, stop_reason: str | int | None = None) -> Delta:
         scored: tuple[ScoredToken, ...] = ()

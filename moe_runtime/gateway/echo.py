@@ -18,7 +18,7 @@ class Echo(msgspec.Struct, frozen=True):
 
     def scored(self, scores: Sequence[TokenScore]) -> tuple[ScoredToken, ...]:
         """All of the prompt's tokens. scores: of all but the first, for which a model has none."""
-        return tuple(map(ScoredToken, self.ids, self.offsets, (None, *scores)))
+        return tuple(ScoredToken(*entry) for entry in zip(self.ids, self.offsets, (None, *scores), strict=True))
 
 
 def echo_of(tokenizer: TextTokenizer, ids: tuple[int, ...], given: str | None, skip_special: bool) -> Echo:

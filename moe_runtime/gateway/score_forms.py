@@ -12,8 +12,8 @@ LOWEST_LOGPROB = -9999.0
 
 
 def json_logprob(logprob: float) -> float:
-    """A number that JSON can carry, whatever comes: minus infinity and NaN are LOWEST_LOGPROB."""
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+    """A number that JSON can carry, whatever comes: minus infinity and NaN are LOWEST_LOGPROB, and none is above 0."""
+    return min(logprob, 0.0) if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 class ScoreForms:

@@ -9,9 +9,9 @@ from moe_runtime.protocol.messages import TokenScore
 
 
 class ScoredToken(msgspec.Struct, frozen=True):
-    """A token whose text is in the answer. offset: characters of the choice's text before the token's.
+    """A token whose text is in the answer. offset: the characters of the choice's text that were complete before it.
 
-    A token inside a character has that character's offset. score: None for a prompt's first token.
+    So a token inside a character has that character's offset. score: None for a prompt's first token.
     """
 
     token: int

@@ -116,7 +116,7 @@ def test_nothing_but_end_of_text_has_no_scores(cluster: Cluster) -> None:
     assert both(cluster, CHAT, messages=MESSAGES, logprobs=True)[0]["logprobs"] == {"content": [], "refusal": None}
 
 
-IMPOSSIBLE = [-math.inf, math.nan, -1e30]
+IMPOSSIBLE = [-math.inf, math.nan, -1e30, -9999.5]
 
 
 @pytest.mark.parametrize("logprob", IMPOSSIBLE)
@@ -179,6 +179,19 @@ def test_echo_with_logprobs_scores_the_prompt(cluster: Cluster) -> None:
         assert logprobs["top_logprobs"][0] is None and len(logprobs["top_logprobs"][1]) == 2
         assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3, 4, 5, 6, 7][: len(tokens)]
         assert choice["text"] == "x€yyyy" + ("x\ufffd" if max_tokens else "")
+
+
+def test_every_field_shows_as_many_as_it_asked_for(cluster: Cluster) -> None:
+    """The engine reports the most that one of them wants."""
+    body = {"prompt": "xyz", "echo": True, "logprobs": 1, "prompt_logprobs": 4, "max_tokens": 1}
+    (choice,) = whole(cluster, COMPLETIONS, **body)["choices"]
+    assert {submit.sampling.prompt_logprobs for submit in cluster.submitted} == {4}
+    assert [len(entry or ()) for entry in choice["prompt_logprobs"]] == [0, 4, 4]  # the token is among the four
+    assert [len(entry or ()) for entry in choice["logprobs"]["top_logprobs"]] == [0, 2, 2, 2]
+    body = {**body, "logprobs": 4, "prompt_logprobs": 1}
+    (choice,) = whole(cluster, COMPLETIONS, **body)["choices"]
+    assert [len(entry or ()) for entry in choice["prompt_logprobs"]] == [0, 2, 2]
+    assert [len(entry or ()) for entry in choice["logprobs"]["top_logprobs"]] == [0, 4, 4, 4]
 
 
 def test_an_echoed_text_is_the_clients_own(cluster: Cluster) -> None:

@@ -184,3 +184,73 @@ def test_a_prompt_that_fills_everything_can_still_be_scored(cluster: Cluster) ->
 )
 def test_fields_that_contradict_each_other(cluster: Cluster, body: dict[str, Any]) -> None:
     assert refused(cluster, COMPLETIONS, prompt="x", **body)["param"] in ("max_tokens", "min_tokens", "prompt_logprobs")
+
+
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 2.01),
+    ("presence_penalty", -2.01),
+    ("frequency_penalty", 2.01),
+    ("frequency_penalty", "1"),
+    ("min_tokens", -1),
+    ("min_tokens", 1.0),
+    ("n", 0),
+    ("n", 257),
+    ("n", True),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": "1"}),
+    ("logit_bias", {"1": None}),
+    ("logit_bias", {"1": 1, "01": 1}),
+    ("logit_bias", [1]),
+    ("logit_bias", {str(token): 1 for token in range(1025)}),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", ["1"]),
+    ("allowed_token_ids", [1.5]),
+    ("bad_words", "a"),
+    ("bad_words", [""]),
+    ("bad_words", ["a"] * 257),
+    ("bad_words", ["a" * 1025]),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", list(range(129))),
+    ("include_stop_str_in_output", 1),
+    ("ignore_eos", "yes"),
+    ("skip_special_tokens", 0),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("timeout", 0),
+    ("timeout", 86401),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE, ids=lambda value: str(value)[:24])
+def test_out_of_range_is_refused_by_name(cluster: Cluster, field: str, value: Any) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": MESSAGES})):
+        error = refused(cluster, path, **prompt, **{field: value})
+        assert error["param"].split("[")[0].split(".")[0] == field and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("field", "value"), [("logprobs", 21), ("logprobs", True), ("echo", 1)])
+def test_completions_own_fields_out_of_range(cluster: Cluster, field: str, value: Any) -> None:
+    assert refused(cluster, COMPLETIONS, prompt="x", **{field: value})["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_chats_own_fields_out_of_range(cluster: Cluster, body: dict[str, Any], field: str) -> None:
+    assert refused(cluster, CHAT, messages=MESSAGES, **body)["param"] == field
+
+
+def test_more_choices_than_one_request_may_have(cluster: Cluster) -> None:
+    assert refused(cluster, COMPLETIONS, prompt=["x"] * 100, n=3)["param"] == "n"
