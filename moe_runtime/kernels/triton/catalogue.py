@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_runtime.kernels.triton import paged
 from moe_runtime.kernels.triton.compile import Target
 from moe_runtime.kernels.triton.experts import Rows, multiply, rounding, sum_picks
-from moe_runtime.kernels.triton.launch import Call
+from moe_runtime.kernels.triton.launch import Call, power_of_two
 from moe_runtime.kernels.triton.sort import SortedPicks, most_blocks, sort_calls
 from moe_runtime.kernels.triton.tiles import Product, Tile, choose_tile
 from moe_runtime.kernels.triton.weights import Operand, WeightStack
@@ -131,7 +131,7 @@ def linear_case(rows: int, columns: int, form: Format, tokens: int, architecture
     return Case("linear", form.name, multiply(out_TN, Rows(x_TK), weights, tile), tile)
 
 
-def attention_cases(shape: ModelShape, cache: str, chunk: int = 1024) -> Iterator[Case]:
+def attention_cases(shape: ModelShape, cache: str, architecture: str, chunk: int = 1024) -> Iterator[Case]:
     """Decode of a row with several pieces, and a chunk of a prompt behind a prefix."""
     assert shape.attention is not None
     heads, kv_heads, dim, window = shape.attention
@@ -149,7 +149,8 @@ def attention_cases(shape: ModelShape, cache: str, chunk: int = 1024) -> Iterato
     pieces, join = paged.decode_calls(out_TAD, q_TAD, held, decode, window, dim**-0.5)
     yield Case("attention decode", cache, pieces)
     yield Case("attention join", cache, join)
-    yield Case("attention chunk", cache, paged.chunk_call(out_TAD, q_TAD, held, chunked, window, dim**-0.5))
+    tile = paged.chunk_tile(power_of_two(heads // kv_heads), dim, q_TAD.dtype, architecture)
+    yield Case("attention chunk", cache, paged.chunk_call(out_TAD, q_TAD, held, chunked, window, dim**-0.5, tile))
 
 
 def _sorted(picks: int, experts: int, block_m: int) -> SortedPicks:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.attention_plan import SequenceSlice
 from moe_runtime.kernels.triton.attention import attend_chunks, decode_pieces, join_pieces
-from moe_runtime.kernels.triton.launch import Call, dot_precision, dot_type, power_of_two
+from moe_runtime.kernels.triton.launch import Call, architecture, dot_precision, dot_type, power_of_two
 
 # Cache positions that one program of a decode step walks over. Fixed: how a row is summed must depend on nothing else.
 PIECE = 512
@@ -114,7 +114,7 @@ def paged_attention(q_TAD: Tensor, cache: Cache, plan: PagedPlan, window: int | 
             call()
     if plan.most:
         chunk_call(out_TAD, q_TAD, cache, plan, window, scale)()
-    return out_TAD.view(len(q_TAD), -1)
+    return out_TAD.flatten(1)
 
 
 def decode_calls(
@@ -140,12 +140,20 @@ def decode_calls(
     return calls
 
 
-def chunk_call(out_TAD: Tensor, q_TAD: Tensor, cache: Cache, plan: PagedPlan, window: int | None, scale: float) -> Call:
+def chunk_call(
+    out_TAD: Tensor,
+    q_TAD: Tensor,
+    cache: Cache,
+    plan: PagedPlan,
+    window: int | None,
+    scale: float,
+    tile: AttentionTile | None = None,
+) -> Call:
     """The slices of more than one token."""
     _, heads, dim = q_TAD.shape
     kv_heads, chunks = len(cache.keys_GNBD), slice(plan.decode_rows, None)
     queries = power_of_two(heads // kv_heads)
-    tile = chunk_tile(queries, dim, q_TAD.dtype)
+    tile = tile or chunk_tile(queries, dim, q_TAD.dtype, architecture(q_TAD.device))
     tokens = tile.rows // queries
     described = (plan.table_SW[chunks], plan.length_S[chunks], plan.count_S[chunks], plan.first_row_S[chunks])
     args = (
@@ -158,16 +166,18 @@ def chunk_call(out_TAD: Tensor, q_TAD: Tensor, cache: Cache, plan: PagedPlan, wi
 
 
 def decode_tile(ratio: int, dim: int, dtype: torch.dtype) -> AttentionTile:
-    """Twice the rows where a head is short; full precision takes three products and the registers of three."""
+    """More positions where a head is short; full precision takes three products and the registers of three."""
     positions = 128 if dim <= 64 else 64
     return AttentionTile(max(16, power_of_two(ratio)), positions // (4 if dtype is torch.float32 else 1), 4, 2)
 
 
-def chunk_tile(queries: int, dim: int, dtype: torch.dtype) -> AttentionTile:
+def chunk_tile(queries: int, dim: int, dtype: torch.dtype, architecture: str) -> AttentionTile:
+    """128 rows where accumulators of 64 rows are one instruction's, 64 elsewhere; `queries` rows are one token's."""
     if dtype is torch.float32:
         return AttentionTile(max(32, queries), 16, 8, 1)
-    rows = 128 if dim <= 128 else 64
-    return AttentionTile(max(rows, queries), 64, 8, 2)
+    if architecture in ("sm_90", "sm_100") and dim <= 128:
+        return AttentionTile(max(128, queries), 64, 8, 2)
+    return AttentionTile(max(64, queries), 64, 4, 2)
 
 
 def _pools(cache: Cache, plan: PagedPlan) -> tuple[Tensor, ...]:

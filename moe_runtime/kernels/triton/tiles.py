@@ -73,6 +73,9 @@ def default_tile(product: Product, mean_rows: int, architecture: str) -> Tile:
         block_m = 64
     plain_product = form.group[1] == 0 and form.activations == "float" and product.role != "gate_up"
     block_n = 128 if block_m == 128 and plain_product and architecture == "sm_90" else 64
+    if architecture == "sm_80" and form.group[1] and product.role == "gate_up" and block_m > 32:
+        # Sums of a step beside those of all steps, twice: too much for 64 rows of weights.
+        block_n = 32
     sums = block_m * block_n * (2 if product.role == "gate_up" else 1)
     # 64 x 64 sums fit the registers of four warps, but not beside what sm_100 needs to read them back.
     warps = 8 if sums > 64 * 64 or (sums == 64 * 64 and architecture == "sm_100") else 4
