@@ -8,7 +8,7 @@ export QUESTION ?= Why is the sky blue? Answer in two sentences.
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1	\2/' | expand -t 24
 
 setup: .venv/.installed  ## Make .venv with this project and its pinned dependencies
 
