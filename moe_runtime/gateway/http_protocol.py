@@ -32,8 +32,8 @@ class GatewayProtocol(H11Protocol):
         too_large = isinstance(fault, h11.RemoteProtocolError) and fault.error_status_hint == 431
         error = head_too_large() if too_large else ApiError(400, f"{msg} ({fault})")
         if self.cycle is not None:
+            # The application may not answer any more; it learns why when the connection is closed.
             self.cycle.disconnected = True
-            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = error_answer(error)
             own = [(b"connection", b"close"), (HEADER.encode(), new_request_id().encode())]

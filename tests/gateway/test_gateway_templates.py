@@ -2,16 +2,18 @@
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Cluster
-from tiny_tokenizer import ids
+from tiny_tokenizer import ids, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moe_runtime.gateway.errors import ApiError
 from moe_runtime.gateway.template_variables import check_variables
+from moe_runtime.gateway.tokenizer import TextTokenizer
 
 USER = {"role": "user", "content": "x"}
 RENDERED = "<|im_start|>user\nx<|im_end|>\n"
@@ -118,6 +120,34 @@ def test_no_variable_can_be_an_argument_of_the_renderer() -> None:
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
                 with pytest.raises(ApiError, match="is no name"):
                     check_variables({name: None})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{{ raise_exception(messages[0].content) }}",
+        "{{ messages[0]['content'] | dictsort }}",
+        "{{ 1 // (n - 1) }}",
+        "{{ range(n * 10 ** 6) | list }}",
+        "{{ '%(a)s' % {} }}",
+        "{{ messages + n }}",
+        "{{ n | tojson(indent=messages) }}",
+        "{{ nothing.at.all }}",
+        "{{ strftime_now(n) }}",
+        "{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}",
+        "{{ messages.append(n) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% include 'file' %}",
+    ],
+)
+def test_whatever_a_template_does_wrong_is_a_400(tmp_path: Path, template: str | None) -> None:
+    write_tokenizer(tmp_path, template)
+    tokenizer = TextTokenizer(tmp_path)
+    with pytest.raises(ApiError) as caught:
+        tokenizer.render([{"role": "user", "content": "x" * 10_000}], {"n": 1})
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert "template" in caught.value.message and len(caught.value.message) < 400
 
 
 def test_many_small_messages_are_counted_truly(cluster: Cluster) -> None:

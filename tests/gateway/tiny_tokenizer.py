@@ -34,7 +34,7 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     TOKENIZER.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
