@@ -16,8 +16,9 @@ from torch import Tensor
 
 from attention_nodes.cache.kv_store import KvStore
 from attention_nodes.scheduling.batch import Batch
+from moe_runtime.kernels.attention_plan import SequenceSlice
 from moe_runtime.kernels.linear import linear
-from moe_runtime.kernels.paged_attention import AttentionPlan, SequenceSlice, paged_attention, plan_attention
+from moe_runtime.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 from moe_runtime.layers.attention_inputs import project_output, project_qkv
 from moe_runtime.layers.norm import rms_norm
 from moe_runtime.layers.rope import RotaryTable

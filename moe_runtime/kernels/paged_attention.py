@@ -1,63 +1,35 @@
-"""Attention over a paged KV cache: the plan of a step, and the plain torch kernel that every later kernel must equal.
+"""Attention over a paged KV cache: the plan of a step, and the kernel that serves it on this device.
 
-Legend: T tokens, A query heads, G kv heads, R = A / G, D head dimension, N blocks, B tokens a block, W block table
-width, S = W * B gathered tokens, Q rows of a decode group, C tokens of a chunk. Tokens of a step lie in this order:
-one-token slices first (decode), then chunks. All tensors of a plan are built once a step and serve every layer.
+Legend: T tokens, A query heads, G kv heads, D head dimension, N blocks, B tokens a block. Tokens of a step lie in this
+order: one-token slices first (decode), then chunks. A plan is made once a step and serves every layer.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-# A decode group holds rows whose lengths differ by at most this factor, which bounds the work lost to padding.
-_LENGTH_SPREAD = 2
-
-
-@dataclass(frozen=True)
-class SequenceSlice:
-    """One request's tokens of this step: positions start..start+count-1, and the blocks that hold 0..start+count-1."""
-
-    start: int
-    count: int
-    blocks: Sequence[int]
-
-
-@dataclass(frozen=True)
-class DecodeGroup:
-    """Decode rows of similar length. rows_Q is None when the group is all decode rows in order.
-
-    unwritten: gathered slots, counted over all Q * S, that hold whatever a former owner of the block left there.
-    """
-
-    rows_Q: Tensor | None
-    blocks_QW: Tensor
-    unwritten: Tensor
-    # Per sliding window: 0 where a row may look, -inf elsewhere; [G * Q, R, S].
-    masks: dict[int | None, Tensor]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Several tokens of one request. A mask is None when plain causality says all: [C, S] otherwise."""
-
-    first_row: int
-    count: int
-    blocks_W: Tensor
-    masks: dict[int | None, Tensor | None]
+from moe_runtime.kernels.attention_plan import AttentionShape, SequenceSlice, SliceTable, to_device
+from moe_runtime.kernels.native.attention import can_attend, native_attention
+from moe_runtime.kernels.plain_attention import PlainLayout, plain_attention, plain_layout
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """Where each token goes and what it may see. positions_T and slots_T (block * B + offset) are int64."""
 
+    shape: AttentionShape
     positions_T: Tensor
     slots_T: Tensor
-    decode_rows: int
-    groups: tuple[DecodeGroup, ...]
-    chunks: tuple[Chunk, ...]
+    table: SliceTable
+    slices: Sequence[SequenceSlice]
+
+    @cached_property
+    def plain(self) -> PlainLayout:
+        """What the plain kernel needs besides; made when it is first asked for."""
+        return plain_layout(self.slices, self.shape, self.slots_T.device)
 
 
 def plan_attention(
@@ -72,29 +44,10 @@ def plan_attention(
     """Lay out a step; slices of one token must come first. windows: the distinct sliding windows of the model's
     layers.
     """
-    windows = tuple(dict.fromkeys(windows))
-    decode_rows = next((i for i, piece in enumerate(slices) if piece.count > 1), len(slices))
-    positions = [position for piece in slices for position in range(piece.start, piece.start + piece.count)]
-    slots = [
-        piece.blocks[position // block_size] * block_size + position % block_size
-        for piece in slices
-        for position in range(piece.start, piece.start + piece.count)
-    ]
-    groups = tuple(
-        _decode_group(rows, slices, decode_rows, block_size, heads, kv_heads, windows, dtype, device)
-        for rows in _by_length([piece.start + 1 for piece in slices[:decode_rows]])
-    )
-    chunks, first_row = [], decode_rows
-    for piece in slices[decode_rows:]:
-        chunks.append(_chunk(piece, first_row, block_size, windows, dtype, device))
-        first_row += piece.count
-    return AttentionPlan(
-        torch.tensor(positions, dtype=torch.int64, device=device),
-        torch.tensor(slots, dtype=torch.int64, device=device),
-        decode_rows,
-        groups,
-        tuple(chunks),
-    )
+    shape = AttentionShape(block_size, heads, kv_heads, tuple(dict.fromkeys(windows)), dtype)
+    table = SliceTable.of(slices, block_size)
+    positions_T, slots_T = table.positions_and_slots(block_size)
+    return AttentionPlan(shape, to_device(positions_T, device), to_device(slots_T, device), table, slices)
 
 
 def paged_attention(
@@ -103,132 +56,6 @@ def paged_attention(
     """softmax(q k^T * scale) v over each token's visible cache: [T, A * D]. The step's own k and v are already
     written.
     """
-    out_TAD = torch.empty_like(q_TAD)
-    for group in plan.groups:
-        rows = slice(0, plan.decode_rows) if group.rows_Q is None else group.rows_Q
-        out_TAD[rows] = _decode(q_TAD[rows], keys_GNBD, values_GNBD, group, window, scale)
-    for chunk in plan.chunks:
-        rows = slice(chunk.first_row, chunk.first_row + chunk.count)
-        out_TAD[rows] = _prefill(q_TAD[rows], keys_GNBD, values_GNBD, chunk, window, scale)
-    return out_TAD.view(len(q_TAD), -1)
-
-
-def _by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Row numbers grouped so that within a group the longest is at most _LENGTH_SPREAD times the shortest."""
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    groups: list[list[int]] = []
-    for row in order:
-        if groups and lengths[row] <= _LENGTH_SPREAD * lengths[groups[-1][0]]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [sorted(group) for group in groups]
-
-
-def _decode_group(
-    rows: Sequence[int],
-    slices: Sequence[SequenceSlice],
-    decode_rows: int,
-    block_size: int,
-    heads: int,
-    kv_heads: int,
-    windows: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DecodeGroup:
-    lengths = [slices[row].start + 1 for row in rows]
-    width = -(-max(lengths) // block_size)
-    tables = [list(slices[row].blocks[:width]) for row in rows]
-    blocks_QW = torch.tensor([table + [table[0]] * (width - len(table)) for table in tables], device=device)
-    length_Q1 = torch.tensor(lengths, device=device).unsqueeze(1)
-    masks: dict[int | None, Tensor] = {}
-    for window in windows:
-        at_S = torch.arange(width * block_size, device=device)
-        visible_QS = at_S < length_Q1
-        if window is not None:
-            visible_QS &= at_S >= length_Q1 - window
-        mask_QS = _additive(visible_QS, dtype)
-        expanded = mask_QS.view(1, len(rows), 1, -1).expand(kv_heads, -1, heads // kv_heads, -1)
-        masks[window] = expanded.reshape(kv_heads * len(rows), heads // kv_heads, -1)
-    everyone = len(rows) == decode_rows
-    unwritten = torch.tensor(_unwritten(lengths, width, block_size), dtype=torch.int64, device=device)
-    return DecodeGroup(None if everyone else torch.tensor(rows, device=device), blocks_QW, unwritten, masks)
-
-
-def _unwritten(lengths: Sequence[int], width: int, block_size: int) -> list[int]:
-    """The end of each row's last block, and of the copies of it that pad the table of a row with one block."""
-    slots: list[int] = []
-    for row, length in enumerate(lengths):
-        first = row * width * block_size
-        filled = -(-length // block_size)
-        for block in range(filled - 1, width if filled == 1 else filled):
-            slots += range(first + block * block_size + (length - 1) % block_size + 1, first + (block + 1) * block_size)
-    return slots
-
-
-def _chunk(
-    piece: SequenceSlice,
-    first_row: int,
-    block_size: int,
-    windows: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Chunk:
-    end = piece.start + piece.count
-    blocks_W = torch.tensor(piece.blocks[: -(-end // block_size)], device=device)
-    masks: dict[int | None, Tensor | None] = {}
-    for window in windows:
-        if piece.start == 0 and (window is None or window >= end):
-            masks[window] = None
-            continue
-        position_C1 = torch.arange(piece.start, end, device=device).unsqueeze(1)
-        at_S = torch.arange(end, device=device)
-        visible_CS = at_S <= position_C1
-        if window is not None:
-            visible_CS &= at_S > position_C1 - window
-        masks[window] = _additive(visible_CS, dtype)
-    return Chunk(first_row, piece.count, blocks_W, masks)
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-
-
-def _decode(
-    q_QAD: Tensor, keys_GNBD: Tensor, values_GNBD: Tensor, group: DecodeGroup, window: int | None, scale: float
-) -> Tensor:
-    rows, heads, dim = q_QAD.shape
-    kv_heads, _, block_size, _ = keys_GNBD.shape
-    flat_blocks, tokens = group.blocks_QW.view(-1), group.blocks_QW.shape[1] * block_size
-    k, v = (
-        # A masked score has probability 0, but 0 * NaN is NaN: what is left in a block must not reach its next owner.
-        pool_GNBD.index_select(1, flat_blocks)
-        .view(kv_heads, rows * tokens, dim)
-        .index_fill_(1, group.unwritten, 0.0)
-        .view(kv_heads * rows, tokens, dim)
-        for pool_GNBD in (keys_GNBD, values_GNBD)
-    )
-    q = q_QAD.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * rows, -1, dim)
-    scores = torch.baddbmm(group.masks[window], q, k.transpose(1, 2), alpha=scale)
-    out = torch.bmm(scores.softmax(-1), v)
-    return out.view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads, dim)
-
-
-def _prefill(
-    q_CAD: Tensor, keys_GNBD: Tensor, values_GNBD: Tensor, chunk: Chunk, window: int | None, scale: float
-) -> Tensor:
-    kv_heads, _, _, dim = keys_GNBD.shape
-    mask_CS = chunk.masks[window]
-    tokens = chunk.count if mask_CS is None else mask_CS.shape[1]
-    k_1GSD = keys_GNBD.index_select(1, chunk.blocks_W).view(1, kv_heads, -1, dim)[:, :, :tokens]
-    v_1GSD = values_GNBD.index_select(1, chunk.blocks_W).view(1, kv_heads, -1, dim)[:, :, :tokens]
-    out_1ACD = F.scaled_dot_product_attention(
-        q_CAD.transpose(0, 1).unsqueeze(0),
-        k_1GSD,
-        v_1GSD,
-        attn_mask=mask_CS,
-        is_causal=mask_CS is None,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out_1ACD.squeeze(0).transpose(0, 1)
+    if can_attend(q_TAD, keys_GNBD):
+        return native_attention(q_TAD, keys_GNBD, values_GNBD, plan.table, window, scale)
+    return plain_attention(q_TAD, keys_GNBD, values_GNBD, plan.plain, window, scale)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_runtime.kernels.paged_attention import SequenceSlice, paged_attention, plan_attention
+from moe_runtime.kernels.attention_plan import SequenceSlice
+from moe_runtime.kernels.paged_attention import paged_attention, plan_attention
 
 CPU = torch.device("cpu")
 DIM = 8
@@ -111,7 +112,7 @@ def test_lengths_far_apart_are_computed_in_groups_and_come_back_in_order() -> No
     tables = [list(range(26))] * len(starts)
     slices = [SequenceSlice(start, 1, table) for start, table in zip(starts, tables, strict=True)]
     plan = plan_attention(slices, 4, 4, 2, (None,), torch.float64, CPU)
-    rows = [group.rows_Q.tolist() for group in plan.groups if group.rows_Q is not None]
+    rows = [group.rows_Q.tolist() for group in plan.plain.groups if group.rows_Q is not None]
     assert sorted(row for group in rows for row in group) == list(range(len(starts)))
     for group in rows:
         lengths = [starts[row] + 1 for row in group]
@@ -137,8 +138,8 @@ def test_blocks_beyond_the_needed_ones_are_not_read() -> None:
     """A request may hold more blocks than this step's tokens need (admission hands out blocks for the whole prompt)."""
     slices = [SequenceSlice(2, 1, [3, 1, 2]), SequenceSlice(0, 2, [4, 0])]
     plan = plan_attention(slices, 4, 1, 1, (None,), torch.float64, CPU)
-    assert [group.blocks_QW.tolist() for group in plan.groups] == [[[3]]]
-    assert [chunk.blocks_W.tolist() for chunk in plan.chunks] == [[4]]
+    assert [group.blocks_QW.tolist() for group in plan.plain.groups] == [[[3]]]
+    assert [chunk.blocks_W.tolist() for chunk in plan.plain.chunks] == [[4]]
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -56,6 +56,19 @@ struct MoeLinearCall {
   int32_t x_type, threads, isa;
 };
 
+// A step's attention over a paged KV cache. A slice is some tokens of one request, from position `starts` on; its blocks
+// are tables[table_begins...]. Every position up to a token's own is read, or the last `window` of them (0: all).
+struct MoeAttention {
+  const void* q;       // [T, heads, dim], contiguous, float32 or bfloat16, as are the others
+  const void* keys;    // [kv_heads, blocks, block_size, dim]
+  const void* values;  // the same
+  void* out;           // [T, heads, dim]
+  const int32_t *first_rows, *starts, *tokens, *table_begins, *tables;
+  int64_t blocks;
+  int32_t slices, heads, kv_heads, dim, block_size, window, bfloat16, threads;
+  float scale;
+};
+
 MOE_API int32_t moe_abi();
 MOE_API int32_t moe_isa(const char* name);       // number of an instruction set that this machine has, or -1
 MOE_API int32_t moe_plan(MoeMatrix* matrix);     // 0, or 1 where the given part makes no sense
@@ -69,3 +82,5 @@ MOE_API int32_t moe_linear(const MoeLinear* linear, const MoeLinearCall* call);
 // Operations a second (a multiply and an add are two) of one kind on so many threads at once, or bytes read.
 MOE_API double moe_peak(int32_t isa, const char* kind, int32_t threads, int64_t repeats);
 MOE_API double moe_read_bandwidth(const uint8_t* start, int64_t bytes, int32_t threads, int32_t isa);
+// 1 where there are too many heads per KV head, or the head dimension is too large.
+MOE_API int32_t moe_attention(const MoeAttention* call);

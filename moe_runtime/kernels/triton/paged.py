@@ -174,10 +174,10 @@ def decode_tile(ratio: int, dim: int, dtype: torch.dtype) -> AttentionTile:
 def chunk_tile(queries: int, dim: int, dtype: torch.dtype, architecture: str) -> AttentionTile:
     """128 rows where accumulators of 64 rows are one instruction's, 64 elsewhere; `queries` rows are one token's."""
     if dtype is torch.float32:
-        return AttentionTile(max(32, queries), 16, 8, 1)
+        return AttentionTile(max(16, queries), 32, 4, 1)
     if architecture in ("sm_90", "sm_100") and dim <= 128:
         return AttentionTile(max(128, queries), 64, 8, 2)
-    return AttentionTile(max(64, queries), 64, 4, 2)
+    return AttentionTile(max(64, queries), 64 if architecture.startswith("gfx") else 32, 4, 2)
 
 
 def _pools(cache: Cache, plan: PagedPlan) -> tuple[Tensor, ...]:
