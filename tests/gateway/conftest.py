@@ -71,6 +71,8 @@ def shared_cluster(model_dir: Path) -> Iterator[Cluster]:
         with httpx.Client(base_url=url, timeout=30) as http, client:
             yield Cluster(url, engines, controller, process, client, http)
         assert process.process.poll() is None, "the gateway did not survive its tests"
+        log = process.close()
+        assert "Traceback" not in log, log
     finally:
         process.close()
         controller.close()
