@@ -3,9 +3,9 @@
     python benchmarks/kernels_report.py [--targets sm_90 ...] [--models Mixtral-8x7B ...] [--formats w8a16 ...]
 
 Per kernel: registers, bytes that found no register, shared memory, the tensor-core instruction found in the code, and
-bytes and operations per token with the least time they take on the nominal chip. Writes build/bench/kernels_report.json;
-exits 1 where registers spill, shared memory does not fit, or the expected instruction is missing. Programs are kept in
-build/triton, so that a second run takes seconds.
+bytes and operations per token with the least time they take on the nominal chip. Exits 1 where registers spill, shared
+memory does not fit, or the expected instruction is missing. Writes build/bench/kernels_report.json; programs are kept
+in build/triton, so that a second run takes seconds.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def cases(target: str, shape: ModelShape, regime: str, formats: Sequence[str]) -
         return
     yield from ((case, None) for case in routing_cases(shape, tokens))
     for cache in CACHE_DTYPES if shape.attention is not None else ():
-        for case in attention_cases(shape, cache, CHUNK):
+        for case in attention_cases(shape, cache, target, CHUNK):
             if (case.kernel == "attention chunk") == (regime == "prefill"):
                 yield case, attention_work(case.kernel, shape, CACHE_DTYPES[cache].itemsize)
 
@@ -160,7 +160,9 @@ def compile_one(target_name: str, model: str, regime: str, case: Case, work: Wor
 
 def short(instruction: str) -> str:
     """mma_async.sync.aligned and the like left out."""
-    return ".".join(part for part in instruction.split(".") if part not in ("mma_async", "sync", "aligned", "row", "col"))
+    return ".".join(
+        part for part in instruction.split(".") if part not in ("mma_async", "sync", "aligned", "row", "col")
+    )
 
 
 def least_time(result: Result) -> tuple[float, str] | None:

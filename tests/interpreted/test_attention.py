@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_runtime.kernels.paged_attention import SequenceSlice
+from moe_runtime.kernels.attention_plan import SequenceSlice
 from moe_runtime.kernels.triton.paged import Cache, paged_attention, plan_paged
 from tests.interpreted.reference import CPU
 
@@ -106,9 +106,7 @@ class Step:
     chunks=st.lists(st.tuples(st.sampled_from((0, 0, 1, 7, 63, 70)), st.integers(2, 20)), max_size=2),
     seed=st.integers(0, 99),
 )
-def test_any_step(
-    shape: Shape, decodes: list[tuple[int, int]], chunks: list[tuple[int, int]], seed: int
-) -> None:
+def test_any_step(shape: Shape, decodes: list[tuple[int, int]], chunks: list[tuple[int, int]], seed: int) -> None:
     if decodes or chunks:
         Step(shape, [*decodes, *chunks], seed).check()
 
@@ -158,7 +156,7 @@ def empty_cache() -> Cache:
 
 
 def test_scales_go_with_eight_bits_and_with_nothing_else() -> None:
-    with pytest.raises(ValueError, match="a torch.float32 cache has no scales"):
+    with pytest.raises(ValueError, match=r"a torch\.float32 cache has no scales"):
         replace(empty_cache(), key_scale_G=torch.ones(1), value_scale_G=torch.ones(1))
-    with pytest.raises(ValueError, match="a torch.int8 cache needs scales"):
+    with pytest.raises(ValueError, match=r"a torch\.int8 cache needs scales"):
         Cache(torch.zeros(1, 2, 4, 8, dtype=torch.int8), torch.zeros(1, 2, 4, 8, dtype=torch.int8))

@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused() -> None:
         bank.store(1, other[0], good[1])
     with pytest.raises(ValueError, match=r"down of expert 0: the weight has shape \[64, 64\], expected \[64, 32\]"):
         bank.store(0, good[0], good[0])
-    with pytest.raises(ValueError, match="format is torch.float32, expected w8a16"):
+    with pytest.raises(ValueError, match=r"format is torch\.float32, expected w8a16"):
         bank.store(0, torch.zeros(64, 64), good[1])
 
 

@@ -52,7 +52,7 @@ def run(
 def test_any_experts(
     name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], tile: Tile, seed: int
 ) -> None:
-    """Tails in every direction, experts without tokens, picks that are elsewhere, no tokens, blocks in several groups."""
+    """Tails in every direction, experts without tokens, picks that are elsewhere, no tokens, steps across groups."""
     run(name, dtype, sizes, tile, seed)
 
 

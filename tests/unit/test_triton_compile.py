@@ -44,11 +44,11 @@ def cover(target: str) -> Iterator[Case]:
         for index, (model, tokens) in zip(range(2), turns, strict=False):
             products = [case for case in expert_cases(MODELS[model], FORMATS[name], tokens, target) if case.tile]
             yield products[(index + offset) % 2]
-    yield list(expert_cases(MODELS["gpt-oss-120b"], FORMATS["w8a8"], DECODE, target))[0]
+    yield next(iter(expert_cases(MODELS["gpt-oss-120b"], FORMATS["w8a8"], DECODE, target)))
     yield list(routing_cases(MODELS["DeepSeek-V3"], PREFILL))[1]
     yield linear_case(9216, 4096, FORMATS["w4a16-g64-zp"], DECODE, target)
     yield from (case for case in attention_cases(MODELS["Qwen3-235B"], "bfloat16", target))
-    yield list(attention_cases(MODELS["gpt-oss-120b"], "fp8", target))[0]
+    yield next(iter(attention_cases(MODELS["gpt-oss-120b"], "fp8", target)))
 
 
 def check(case: Case, target: Target) -> None:
@@ -69,10 +69,10 @@ def test_cover(target: str) -> None:
 def test_spills_and_missing_instructions_are_seen() -> None:
     """A tile that is far too large for the registers, and products that no tensor core makes."""
     tile = Tile(128, 128, 64, 4, 2)
-    case = list(expert_cases(MODELS["Mixtral-8x7B"], FORMATS["bfloat16"], DECODE, "sm_90", (tile, tile)))[0]
+    case = next(iter(expert_cases(MODELS["Mixtral-8x7B"], FORMATS["bfloat16"], DECODE, "sm_90", (tile, tile))))
     build = compile_call(case.call, TARGETS["sm_90"])
     assert build.spilled and build.uses("wgmma") and not build.uses("tcgen05")
-    routing = list(routing_cases(MODELS["Mixtral-8x7B"], DECODE))[0]
+    routing = next(iter(routing_cases(MODELS["Mixtral-8x7B"], DECODE)))
     assert not compile_call(routing.call, TARGETS["sm_90"]).instructions
 
 

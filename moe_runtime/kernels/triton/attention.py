@@ -18,8 +18,8 @@ from moe_runtime.kernels.triton.decode import decode
 def decode_pieces(
     sum_ptr: tl.tensor, most_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, q_ptr: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, table_ptr: tl.tensor,
-    length_ptr: tl.tensor, scale: tl.tensor, window: tl.tensor, pieces: tl.tensor,
-    stride_q: tl.tensor, stride_g: tl.tensor, stride_row: tl.tensor, stride_table: tl.tensor, heads: tl.tensor,
+    length_ptr: tl.tensor, scale: tl.tensor, window: tl.tensor, pieces: tl.tensor, stride_q: tl.tensor,
+    stride_g: tl.tensor, stride_row: tl.tensor, stride_table: tl.tensor, heads: tl.tensor,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     VALUES: tl.constexpr, SCALED: tl.constexpr, WINDOWED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
@@ -42,7 +42,8 @@ def decode_pieces(
             scale *= tl.load(k_scale_ptr + group)
         position_Q = tl.full((QUERIES,), 0, tl.int32) + (length - 1)
         sum_QD, most_Q, weight_Q = _attend(
-            q_QD, k_ptr + group.to(tl.int64) * stride_g, v_ptr + group.to(tl.int64) * stride_g, table_ptr + row * stride_table, scale,
+            q_QD, k_ptr + group.to(tl.int64) * stride_g, v_ptr + group.to(tl.int64) * stride_g,
+            table_ptr + row * stride_table, scale,
             position_Q, window, tl.maximum(first, oldest // TILE * TILE), end, oldest, stride_row,
             DIM, PADDED, PAGE, VALUES, WINDOWED, DOT, PRECISION, TILE,
         )  # fmt: skip
@@ -88,8 +89,8 @@ def join_pieces(
 def attend_chunks(
     out_ptr: tl.tensor, q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor, table_ptr: tl.tensor, length_ptr: tl.tensor, count_ptr: tl.tensor, first_ptr: tl.tensor,
-    scale: tl.tensor, window: tl.tensor,
-    stride_q: tl.tensor, stride_g: tl.tensor, stride_row: tl.tensor, stride_table: tl.tensor, heads: tl.tensor,
+    scale: tl.tensor, window: tl.tensor, stride_q: tl.tensor, stride_g: tl.tensor, stride_row: tl.tensor,
+    stride_table: tl.tensor, heads: tl.tensor,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     VALUES: tl.constexpr, SCALED: tl.constexpr, WINDOWED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, TILE: tl.constexpr,
@@ -115,8 +116,9 @@ def attend_chunks(
         position_Q = length - count + token
         oldest = tl.maximum(length - count + first - window + 1, 0) if WINDOWED else 0
         end = tl.minimum(length - count + first + TOKENS, length)
-        sum_QD, most_Q, weight_Q = _attend(
-            q_QD, k_ptr + group.to(tl.int64) * stride_g, v_ptr + group.to(tl.int64) * stride_g, table_ptr + sequence * stride_table, scale,
+        sum_QD, _, weight_Q = _attend(
+            q_QD, k_ptr + group.to(tl.int64) * stride_g, v_ptr + group.to(tl.int64) * stride_g,
+            table_ptr + sequence * stride_table, scale,
             position_Q, window, oldest // TILE * TILE, end, oldest, stride_row,
             DIM, PADDED, PAGE, VALUES, WINDOWED, DOT, PRECISION, TILE,
         )  # fmt: skip
@@ -129,13 +131,12 @@ def attend_chunks(
 
 @triton.jit
 def _attend(
-    q_QD: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, scale: tl.tensor,
-    position_Q: tl.tensor, window: tl.tensor, first: tl.tensor, end: tl.tensor, oldest: tl.tensor,
-    stride_row: tl.tensor,
+    q_QD: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, scale: tl.tensor, position_Q: tl.tensor,
+    window: tl.tensor, first: tl.tensor, end: tl.tensor, oldest: tl.tensor, stride_row: tl.tensor,
     DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, VALUES: tl.constexpr, WINDOWED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Cache positions first .. end - 1 in tiles: (sum of weighted values [Q, D], largest score [Q], sum of weights [Q])."""
+    """Cache positions first .. end - 1 in tiles: (sum of weighted values [Q, D], largest score, sum of weights [Q])."""
     rows: tl.constexpr = q_QD.shape[0]
     sum_QD = tl.zeros((rows, PADDED), tl.float32)
     most_Q = tl.full((rows,), float("-inf"), tl.float32)
@@ -165,8 +166,8 @@ def _attend(
 
 @triton.jit
 def _cached(
-    pool_ptr: tl.tensor, line_C: tl.tensor, written_C: tl.tensor, DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUES: tl.constexpr, DOT: tl.constexpr,
+    pool_ptr: tl.tensor, line_C: tl.tensor, written_C: tl.tensor,
+    DIM: tl.constexpr, PADDED: tl.constexpr, VALUES: tl.constexpr, DOT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Keys or values of a tile, [C, D]; nothing that a former owner of a block left there gets in."""
     per_unit: tl.constexpr = 1 if VALUES == "float" else 2

@@ -1,5 +1,7 @@
 """A bank of experts on a GPU; see kernels/bank.py for the contract."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,13 @@ class TritonBank(ExpertBank):
             Product(shape.format, "gate_up", shape.experts, shape.intermediate, shape.hidden),
             Product(shape.format, "down", shape.experts, shape.hidden, shape.intermediate),
         )
-        return choose_tile(products[0], picks, self._architecture), choose_tile(products[1], picks, self._architecture)
+        first, second = (choose_tile(product, picks, self._architecture) for product in products)
+        return first, replace(second, block_m=first.block_m)
+
+    @property
+    def stacks(self) -> tuple[WeightStack, WeightStack]:
+        """gate_up and down, in place."""
+        return self._gate_up, self._down
 
     @property
     def nbytes(self) -> int:

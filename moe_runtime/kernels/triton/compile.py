@@ -79,7 +79,7 @@ def compile_call(call: Call, target: Target) -> Build:
             signature[name] = "i32" if arg < 2**31 else "i64"
         if isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0 and name not in unspecialised):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    signature |= {name: "constexpr" for name in call.constants}
+    signature |= dict.fromkeys(call.constants, "constexpr")
     source = ASTSource(call.kernel, signature, constants, attributes)
     begin = time.perf_counter()
     compiled = triton.compile(source, target=target.gpu, options=call.options(target.gpu.backend))
@@ -90,7 +90,9 @@ def _build(compiled: CompiledKernel, target: Target, seconds: float) -> Build:
     assembly, shared = compiled.asm, int(compiled.metadata.shared)
     if target.gpu.backend == "hip":
         text = assembly["amdgcn"]
-        numbers = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+        numbers = {
+            key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)
+        }
         registers, spilled = numbers["vgpr_count"], numbers["private_segment_fixed_size"]
         return Build(registers, spilled, shared, _count(text, r"v_s?mfma[a-z]*_\w+"), seconds, assembly)
     registers, stack = _resources(assembly["cubin"])

@@ -2,8 +2,8 @@
 
 Converting integers is slow on GPUs, so the bits are put where they mean a number: n below 128 set into the mantissa of
 a bfloat16 128.0 gives 128 + n, and subtracting gives n; float8 and float4 fields are shifted to where the wider type
-has them, and a power of two makes up for the other exponent bias. Two numbers that lie side by side in memory become two
-halves of one register, so that every step works on both at once. All of it is exact.
+has them, and a power of two makes up for the other exponent bias. Two numbers that lie side by side in memory become
+two halves of one register, so that every step works on both at once. All of it is exact.
 
 Legend: N rows of weights, U units (one byte of two four-bit numbers, or an int16 of two bytes), K = 2 * U columns.
 """
@@ -40,7 +40,8 @@ def _e2m1(units_NU: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
     # Sign to the top, exponent and mantissa to the exponent's low end; -2147450880 is 0x80008000.
     if DOT == tl.float16:
         return _halves(((both << 12) & -2147450880) | ((both & 0x00070007) << 9), DOT) * 16384.0
-    return _halves(((both << 12) & -2147450880) | ((both & 0x00070007) << 6), DOT) * (2.0**126)
+    else:
+        return _halves(((both << 12) & -2147450880) | ((both & 0x00070007) << 6), DOT) * (2.0**126)
 
 
 @triton.jit
@@ -48,7 +49,8 @@ def _e4m3(units_NU: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
     both = _spread_bytes(units_NU)
     if DOT == tl.float16:
         return _halves(((both << 8) & -2147450880) | ((both << 7) & 0x3F803F80), DOT) * 256.0
-    return _halves(((both << 8) & -2147450880) | ((both << 4) & 0x07F007F0), DOT) * (2.0**120)
+    else:
+        return _halves(((both << 8) & -2147450880) | ((both << 4) & 0x07F007F0), DOT) * (2.0**120)
 
 
 @triton.jit
@@ -57,9 +59,10 @@ def _int8(units_NU: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
     if DOT == tl.float16:
         # Flipping the sign bit adds 128: 1024 + 128 + n.
         return _halves((both & 0x00FF00FF) ^ 0x64806480, DOT) - 1152.0
-    # bfloat16 has room for seven bits: 128 + low bits, less 128, or 256 where the sign bit stands for -128.
-    both = (both & 0x00FF00FF) | 0x43004300
-    return _halves(both & 0x437F437F, DOT) - _halves(both & 0x43804380, DOT)
+    else:
+        # bfloat16 has room for seven bits: 128 + low bits, less 128, or 256 where the sign bit stands for -128.
+        both = (both & 0x00FF00FF) | 0x43004300
+        return _halves(both & 0x437F437F, DOT) - _halves(both & 0x43804380, DOT)
 
 
 @triton.jit
@@ -95,4 +98,5 @@ def decode_scales(scales: tl.tensor, E8M0: tl.constexpr) -> tl.tensor:
         # Code 0 would be a subnormal: half of the least normal number.
         power = tl.where(scales == 0, 0x00400000, scales.to(tl.int32) << 23)
         return tl.where(scales == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
-    return scales.to(tl.float32)
+    else:
+        return scales.to(tl.float32)

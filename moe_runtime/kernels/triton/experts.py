@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_runtime.kernels.triton.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.triton.launch import Call, dot_precision, dot_type, power_of_two, processors
 from moe_runtime.kernels.triton.rows import add_picks, round_rows
-from moe_runtime.kernels.triton.sort import SortedPicks, most_blocks, sort_picks
+from moe_runtime.kernels.triton.sort import SortedPicks, sort_picks
 from moe_runtime.kernels.triton.tiles import Tile
 from moe_runtime.kernels.triton.weights import Operand
 
@@ -42,16 +42,24 @@ def run_experts(
     assert tiles[0].block_m == tiles[1].block_m and hidden == gate_up.columns == down.rows
     x_TH = x_TH.contiguous()
     by_expert = sort_picks(slots_TK, len(gate_up.units_ENU), tiles[0].block_m)
-    dtype, rounds = result_dtype(x_TH, gate_up), gate_up.format.activations == "int8"
-    rows = Rows(*(round_to_int8(x_TH) if rounds else (x_TH, None)), gather=True)
+    dtype = result_dtype(x_TH, gate_up)
+    rows = left_side(x_TH, gate_up, gather=True)
     hidden_RI = x_TH.new_empty(tokens * picks, gate_up.rows // 2, dtype=dtype)
     multiply(hidden_RI, rows, gate_up, tiles[0], by_expert, gate_up=True, picks=picks)()
-    rows = Rows(*(round_to_int8(hidden_RI, by_expert.used_2) if rounds else (hidden_RI, None)))
+    rows = left_side(hidden_RI, down, by_expert.used_2)
     out_RH = x_TH.new_empty(tokens * picks, hidden, dtype=dtype)
     multiply(out_RH, rows, down, tiles[1], by_expert, pick_weights=weights_TK.contiguous(), picks=picks)()
     out_TH = torch.empty_like(x_TH)
     sum_picks(out_TH, out_RH, by_expert.row_P)()
     return out_TH
+
+
+def left_side(x_RD: Tensor, weights: Operand, used_2: Tensor | None = None, gather: bool = False) -> Rows:
+    """Rows as these weights want them, rounded where the format says so; used_2 says how many there are."""
+    if weights.format.activations != "int8":
+        return Rows(x_RD, None, gather)
+    codes_RD, scale_R = round_to_int8(x_RD, used_2)
+    return Rows(codes_RD, scale_R, gather)
 
 
 def multiply(

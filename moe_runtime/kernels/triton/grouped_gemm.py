@@ -21,14 +21,15 @@ from moe_runtime.kernels.triton.decode import decode, decode_scales
 
 @triton.jit(do_not_specialize=["rows"])
 def grouped_gemm(
-    out_ptr: tl.tensor, x_ptr: tl.tensor, x_scale_ptr: tl.tensor, w_ptr: tl.tensor, scale_ptr: tl.tensor, zero_ptr: tl.tensor, bias_ptr: tl.tensor,
-    pick_ptr: tl.tensor, pick_weight_ptr: tl.tensor, expert_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor, used_ptr: tl.tensor,
-    rows: tl.tensor, N: tl.tensor, K: tl.tensor, picks_of_token: tl.tensor,
-    stride_x: tl.tensor, stride_out: tl.tensor, stride_w: tl.tensor, stride_we: tl.tensor, stride_s: tl.tensor, stride_se: tl.tensor,
+    out_ptr: tl.tensor, x_ptr: tl.tensor, x_scale_ptr: tl.tensor, w_ptr: tl.tensor, scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor, bias_ptr: tl.tensor, pick_ptr: tl.tensor, pick_weight_ptr: tl.tensor, expert_ptr: tl.tensor,
+    first_ptr: tl.tensor, last_ptr: tl.tensor, used_ptr: tl.tensor, rows: tl.tensor, N: tl.tensor, K: tl.tensor,
+    picks_of_token: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor, stride_w: tl.tensor, stride_we: tl.tensor,
+    stride_s: tl.tensor, stride_se: tl.tensor,
     SORTED: tl.constexpr, GATHER: tl.constexpr, GATE_UP: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr,
     VALUES: tl.constexpr, ROUND_X: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, E8M0: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ) -> None:  # fmt: skip
     """out[row, n] = x[row] . w[expert, n] * scales + bias[n], or silu(gate) * up, the N rows of up being below gate's.
 
@@ -92,7 +93,8 @@ def grouped_gemm(
 
 @triton.jit
 def _step(
-    sum_NM: tl.tensor, x_KM: tl.tensor, w_ptrs: tl.tensor, scale_ptrs: tl.tensor, zero_ptrs: tl.tensor, k: tl.tensor, K: tl.tensor,
+    sum_NM: tl.tensor, x_KM: tl.tensor, w_ptrs: tl.tensor, scale_ptrs: tl.tensor, zero_ptrs: tl.tensor, k: tl.tensor,
+    K: tl.tensor,
     VALUES: tl.constexpr, ROUND_X: tl.constexpr, GROUP_K: tl.constexpr, E8M0: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 # Triton reads the variable when a kernel is defined, so it is settled by the time this module is imported.
@@ -23,11 +22,11 @@ _TRITON_TYPES = {
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel launch: positional arguments in the kernel's order, constants that it is specialised for, options."""
+    """One kernel launch: tensors and numbers in the kernel's order, constants that it is specialised for, options."""
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Tensor | int | float, ...]
+    args: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 1

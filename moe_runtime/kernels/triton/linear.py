@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.bank import Weight
-from moe_runtime.kernels.triton.experts import Rows, multiply, result_dtype, round_to_int8
+from moe_runtime.kernels.triton.experts import left_side, multiply, result_dtype
 from moe_runtime.kernels.triton.launch import architecture
 from moe_runtime.kernels.triton.tiles import Product, Tile, choose_tile
 from moe_runtime.kernels.triton.weights import WeightStack
@@ -32,8 +32,7 @@ class TritonLinear:
         assert x.shape[1] == weights.columns
         tile = self._tile or choose_tile(self._product, len(x), self._architecture)
         out = x.new_empty(len(x), weights.rows, dtype=result_dtype(x, weights))
-        rows = Rows(*round_to_int8(x)) if weights.format.activations == "int8" else Rows(x)
-        multiply(out, rows, weights, tile, bias_N=self._bias_N)()
+        multiply(out, left_side(x, weights), weights, tile, bias_N=self._bias_N)()
         return out.to(x_TK.dtype).view(*x_TK.shape[:-1], weights.rows)
 
     @property

@@ -9,10 +9,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def round_rows(
-    codes_ptr: tl.tensor, scale_ptr: tl.tensor, x_ptr: tl.tensor, used_ptr: tl.tensor, rows: tl.tensor, D: tl.tensor, stride_x: tl.tensor, stride_codes: tl.tensor,
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, x_ptr: tl.tensor, used_ptr: tl.tensor, rows: tl.tensor, D: tl.tensor,
+    stride_x: tl.tensor, stride_codes: tl.tensor,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each row in int8 with one scale, its largest magnitude over 127. COUNTED: how many there are, used_ptr[1] says."""
+    """Each row in int8 with one scale, its largest magnitude over 127. COUNTED: used_ptr[1] says how many there are."""
     row = tl.program_id(0).to(tl.int64)
     if row < (tl.load(used_ptr + 1) if COUNTED else rows):
         most = tl.zeros((BLOCK,), tl.float32)
@@ -34,7 +35,8 @@ def round_rows(
 
 @triton.jit
 def add_picks(
-    out_ptr: tl.tensor, rows_ptr: tl.tensor, row_ptr: tl.tensor, D: tl.tensor, K: tl.tensor, stride_rows: tl.tensor, stride_out: tl.tensor,
+    out_ptr: tl.tensor, rows_ptr: tl.tensor, row_ptr: tl.tensor, D: tl.tensor, K: tl.tensor, stride_rows: tl.tensor,
+    stride_out: tl.tensor,
     PICKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """out[t] = the sum of the rows of token t's picks, in ascending order of row, which is that of slots."""
@@ -46,7 +48,7 @@ def add_picks(
     row = tl.where(row >= 0, row, elsewhere)
     total = tl.zeros((BLOCK,), tl.float32)
     last = -1
-    for _ in range(0, K):
+    for _ in range(K):
         last = tl.min(tl.where(row > last, row, elsewhere), axis=0)
         here = (last < elsewhere) & (column < D)
         total += tl.load(rows_ptr + last.to(tl.int64) * stride_rows + column, mask=here, other=0.0).to(tl.float32)

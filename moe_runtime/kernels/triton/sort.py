@@ -9,6 +9,7 @@ N experts, C chunks of picks, B blocks: a run of rows of one expert is cut into 
 """
 
 from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -98,16 +99,17 @@ def _count(
 
 @triton.jit(do_not_specialize=["picks", "chunks", "blocks"])
 def _place(
-    slots_ptr: tl.tensor, counts_ptr: tl.tensor, pick_ptr: tl.tensor, row_ptr: tl.tensor, expert_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
-    used_ptr: tl.tensor, picks: tl.tensor, experts: tl.tensor, chunks: tl.tensor, blocks: tl.tensor, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
+    slots_ptr: tl.tensor, counts_ptr: tl.tensor, pick_ptr: tl.tensor, row_ptr: tl.tensor, expert_ptr: tl.tensor,
+    first_ptr: tl.tensor, last_ptr: tl.tensor, used_ptr: tl.tensor, picks: tl.tensor, experts: tl.tensor,
+    chunks: tl.tensor, blocks: tl.tensor,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Each program places one chunk's picks and describes BLOCKS blocks; all of them add up the counts."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         counts = tl.load(counts_ptr + chunk * experts + expert, mask=expert < experts, other=0)
         total += counts
         before += tl.where(chunk < program, counts, 0)

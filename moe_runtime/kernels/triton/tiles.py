@@ -17,9 +17,9 @@ from moe_runtime.kernels.triton.launch import power_of_two
 from moe_runtime.quant.formats import Format
 
 TABLES = Path(__file__).parent / "tables"
-# Bytes of shared memory for tiles in flight, with something left for the rest.
-_SHARED = {"sm_90": 200 * 1024, "sm_100": 200 * 1024, "sm_80": 150 * 1024}
-_LEAST_SHARED = 60 * 1024
+# Bytes of shared memory for tiles in flight, with something left for the rest; and how many tiles pay there.
+_SHARED_AND_STAGES = {"sm_80": (150 * 1024, 3), "sm_90": (200 * 1024, 4), "sm_100": (200 * 1024, 4)}
+_LEAST = (60 * 1024, 2)
 # Rows an expert gets on average; a table has an entry for each, and the next larger one is used.
 BUCKETS = (1, 4, 16, 64, 256, 1024)
 
@@ -67,18 +67,20 @@ def default_tile(product: Product, mean_rows: int, architecture: str) -> Tile:
     """BLOCK_M near twice the mean rows from 16 to 64, and 128 where products and not bytes take the time."""
     if architecture == "interpreter":
         return Tile(16, 32, 32, 4, 1)
-    form = product.format
+    form, doubled = product.format, product.role == "gate_up"
     block_m, block_k = min(_most_rows(form), max(16, power_of_two(2 * mean_rows))), default_block_k(form)
-    if 64 < block_m and mean_rows <= 64:
+    if block_m > 64 and mean_rows <= 64:
         block_m = 64
-    plain_product = form.group[1] == 0 and form.activations == "float" and product.role != "gate_up"
-    block_n = 128 if block_m == 128 and plain_product and architecture == "sm_90" else 64
-    if architecture == "sm_80" and form.group[1] and product.role == "gate_up" and block_m > 32:
+    block_n = 64
+    if architecture == "sm_90" and block_m == 128 and not doubled and form.activations == "float":
+        block_n = 128
+    elif architecture == "sm_100" and block_m == 64 and not doubled:
+        # The instruction's own size. With 64 the assembler would rather spill than give up a second program.
+        block_n = 128
+    elif architecture == "sm_80" and block_m > 32 and doubled and form.group[1]:
         # Sums of a step beside those of all steps, twice: too much for 64 rows of weights.
         block_n = 32
-    sums = block_m * block_n * (2 if product.role == "gate_up" else 1)
-    # 64 x 64 sums fit the registers of four warps, but not beside what sm_100 needs to read them back.
-    warps = 8 if sums > 64 * 64 or (sums == 64 * 64 and architecture == "sm_100") else 4
+    warps = 8 if block_m * block_n * (2 if doubled else 1) > 64 * 64 else 4
     return Tile(block_m, block_n, block_k, warps, _stages(product, block_m, block_n, block_k, architecture))
 
 
@@ -90,25 +92,25 @@ def _most_rows(form: Format) -> int:
 
 
 def default_block_k(form: Format) -> int:
-    """128 columns, or a group of 64; fewer of plain weights, and of small groups, which are scaled in registers."""
+    """128 columns; 64 where groups are not larger, which costs registers; of plain weights 128 bytes."""
     if not form.quantized:
         return 128 // form.dtype.itemsize
-    return 64 if form.group[1] == 64 or (form.group[1] == 32 and form.values == "int4") else 128
+    return 64 if form.group[1] in (32, 64) else 128
 
 
 def _stages(product: Product, block_m: int, block_n: int, block_k: int, architecture: str) -> int:
-    """As many tiles in flight as shared memory holds, four at most."""
+    """As many tiles in flight as shared memory holds, at most the architecture's number."""
     form = product.format
     x_bytes = 1 if form.activations == "int8" else max(2, form.dtype.itemsize if not form.quantized else 2)
     weights = block_n * (2 if product.role == "gate_up" else 1)
     step = block_k * (block_m * x_bytes + weights * form.dtype.itemsize // form.packed)
-    most = 2 if architecture.startswith("gfx") else 4
-    return max(2, min(most, _SHARED.get(architecture, _LEAST_SHARED) // step))
+    shared, most = _SHARED_AND_STAGES.get(architecture, _LEAST)
+    return max(2, min(most, shared // step))
 
 
 @functools.cache
 def load_table(architecture: str) -> dict[str, dict[str, Tile]]:
-    """Tuned tiles by product and bucket; empty where nobody has tuned. Raises ValueError for a table that is not one."""
+    """Tuned tiles by product and bucket; empty where nobody has tuned. Raises ValueError for what is not a table."""
     path = TABLES / f"{architecture}.json"
     if not path.exists():
         return {}

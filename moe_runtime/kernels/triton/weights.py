@@ -6,7 +6,6 @@ Legend: E experts, N rows (outputs), K columns (inputs), U units of a row (see d
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_runtime.kernels.bank import Weight
@@ -18,7 +17,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """What a kernel is given: units_ENU in the unit's dtype; scales and zero points are the units where there are none."""
+    """What a kernel is given: units_ENU in the unit's dtype; the units again where there are no scales or zeros."""
 
     format: Format
     rows: int
