@@ -19,6 +19,7 @@ POOL, REQUESTS, CLIENTS = 60, 1000, 64
 GROWTH_BYTES = 64 << 20
 # Pools start their threads when there is first enough to do.
 POOL_THREADS = 4
+RUN_TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -81,14 +82,16 @@ def _run(server: Server, pool: list[Known], numbers: range, log: Log) -> None:
                 log.outcomes[outcome] += 1
 
     threads = []
-    for index in range(CLIENTS):
+    for _ in range(CLIENTS):
         draw = random.Random()
-        threads.append(threading.Thread(target=work, args=(Client(server.url, draw), draw), name=f"client {index}"))
+        threads.append(threading.Thread(target=work, args=(Client(server.url, draw), draw), daemon=True))
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + RUN_TIMEOUT_S
     for thread in threads:
-        thread.join(300)
-    assert not any(thread.is_alive() for thread in threads), "a client is still waiting"
+        thread.join(max(0.0, deadline - time.monotonic()))
+    waiting = sum(thread.is_alive() for thread in threads)
+    assert not waiting, "\n".join([f"{waiting} clients still wait after {RUN_TIMEOUT_S:g} s", *log.faults[:10]])
 
 
 def _use(node: NodeProcess) -> tuple[int, int, int]:
