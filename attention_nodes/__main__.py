@@ -31,7 +31,7 @@ from moe_runtime.transport.connect import connect
 
 def serve(node: NodeContext, controller: ControllerClient) -> None:
     checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
-    weights = pack_attention(checkpoint.attention_weights(node.dtype, controller.progress))
+    weights = pack_attention(checkpoint.attention_weights(node.dtype, controller.progress, node.config.model.attention_quant))
     links = _connect(node, controller.wait_peers().ffn) if node.config.cluster.ffn_nodes else {}
     experts = _experts(node, checkpoint, links, controller)
     # Experts in this process leave nothing to overlap.
@@ -73,7 +73,16 @@ def _experts(
             node.config.exchange.wire,
             _token_split(node),
         )
-    layers = load_expert_layers(checkpoint, node.spec, node.placement, 0, node.dtype, node.device, controller.progress)
+    layers = load_expert_layers(
+        checkpoint,
+        node.spec,
+        node.placement,
+        0,
+        node.dtype,
+        node.device,
+        controller.progress,
+        node.config.model.quant,
+    )
     return LocalExperts(layers, node.placement, node.device)
 
 

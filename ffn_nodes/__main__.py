@@ -19,7 +19,14 @@ def serve(node: NodeContext, controller: ControllerClient) -> None:
     checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
     index = node.placement.nodes.index(node.name)
     layers = load_expert_layers(
-        checkpoint, node.spec, node.placement, index, node.dtype, node.device, controller.progress
+        checkpoint,
+        node.spec,
+        node.placement,
+        index,
+        node.dtype,
+        node.device,
+        controller.progress,
+        node.config.model.quant,
     )
     exchange = node.config.exchange
     server = ExpertServer(

@@ -59,14 +59,26 @@ def grouped_mlp(
     slots_TK: integers, indices into the bank, -1 for a pick that is not here. A token's terms are added in ascending
     order of expert, whatever else is in the batch; with a packed bank each term is also the same in any batch.
     """
-    order_R, counts_N = _rows_by_expert(slots_TK, len(bank.gate_up_N2IH))
+    return run(x_TH, slots_TK, weights_TK, bank.gate_up_N2IH, bank.down_NHI, workers)
+
+
+def run(
+    x_TH: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_N2IH: Tensor | Sequence[Tensor],
+    down_NHI: Tensor | Sequence[Tensor],
+    workers: Workers | None,
+) -> Tensor:
+    """`grouped_mlp` of experts that are not in a bank of this module."""
+    order_R, counts_N = _rows_by_expert(slots_TK, len(gate_up_N2IH))
     token_R = order_R // slots_TK.shape[1]
     y_TH = torch.zeros_like(x_TH)
     if not len(token_R):
         return y_TH
     shares = _shares(counts_N, workers.threads if workers else 1)
     x_RH, out_RH = x_TH[token_R], torch.empty(len(token_R), x_TH.shape[1], dtype=x_TH.dtype, device=x_TH.device)
-    tasks = [partial(_run_experts, x_RH, counts_N, bank, share, out_RH) for share in shares]
+    tasks = [partial(_run_experts, x_RH, counts_N, gate_up_N2IH, down_NHI, share, out_RH) for share in shares]
     if workers:
         workers.run(tasks)
     else:
@@ -97,17 +109,24 @@ def _shares(counts_N: list[int], threads: int) -> list[range]:
     return [share for share in shares if any(counts_N[expert] for expert in share)]
 
 
-def _run_experts(x_RH: Tensor, counts_N: list[int], bank: ExpertBank, experts: range, out_RH: Tensor) -> None:
+def _run_experts(
+    x_RH: Tensor,
+    counts_N: list[int],
+    gate_up_N2IH: Tensor | Sequence[Tensor],
+    down_NHI: Tensor | Sequence[Tensor],
+    experts: range,
+    out_RH: Tensor,
+) -> None:
     """The rows of a run of experts, unweighted, into out_RH."""
     first = sum(counts_N[: experts.start])
     present = [expert for expert in experts if counts_N[expert]]
     sizes_B = [counts_N[expert] for expert in present]
     x_RH = x_RH[first : first + sum(sizes_B)]
-    hidden = [linear(x_BH, bank.gate_up_N2IH[e]) for e, x_BH in zip(present, x_RH.split(sizes_B), strict=True)]
+    hidden = [linear(x_BH, gate_up_N2IH[e]) for e, x_BH in zip(present, x_RH.split(sizes_B), strict=True)]
     gate_RI, up_RI = torch.cat(hidden).chunk(2, dim=-1)
     acts = F.silu(gate_RI).mul_(up_RI).split(sizes_B)
     torch.cat(
-        [linear(a_BI, bank.down_NHI[e]) for e, a_BI in zip(present, acts, strict=True)],
+        [linear(a_BI, down_NHI[e]) for e, a_BI in zip(present, acts, strict=True)],
         out=out_RH[first : first + sum(sizes_B)],
     )
 

@@ -6,6 +6,8 @@ F.linear's.
 Legend: T rows, N outputs, K inputs.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,9 @@ from torch import Tensor
 from moe_runtime.kernels.bank import Weight
 from moe_runtime.quant.tensor import QuantizedTensor, dequantize
 
+# What a back end makes of a weight: x to x @ weight.T.
+Linear = Callable[[Tensor], Tensor]
+LinearWeight = Weight | Linear
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 # oneDNN builds a kernel for each new number of rows (about a millisecond) and keeps 1024: pieces bound their number.
 _PIECE_ROWS = 64
@@ -36,8 +41,11 @@ def pack(weight_NK: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _LAYOUT_ROWS)
 
 
-def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, [T, N], for a packed, a plain or a quantized weight."""
+def linear(x_TK: Tensor, weight_NK: LinearWeight, bias_N: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, [T, N], for a packed, a plain or a quantized weight, or a back end's own form of one."""
+    if not isinstance(weight_NK, Tensor | QuantizedTensor):
+        y_TN = weight_NK(x_TK)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)
     if isinstance(weight_NK, QuantizedTensor):
         return F.linear(x_TK, dequantize(weight_NK, x_TK.dtype), bias_N)
     if not weight_NK.is_mkldnn:

@@ -1,7 +1,7 @@
 """The experts one node holds, layer by layer, ready to compute: what an FFN node serves, and what unsplit mode calls.
 
-Legend: T tokens, K picks, H hidden, S global slots of a layer, N experts of a bank, I intermediate.
-A layer's experts may differ in size (routed and shared), so they are stacked in one bank per size.
+Legend: T tokens, K picks, H hidden, S global slots of a layer.
+A layer's experts may differ in size (routed and shared) and in format, so each kind has a bank of its own.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,31 @@ from torch import Tensor
 
 from eplb import LayerPlacement, Placement
 from moe_runtime.errors import ProtocolError
-from moe_runtime.kernels.grouped_mlp import ExpertBank, grouped_mlp
+from moe_runtime.kernels.bank import BankShape, ExpertBank, Weight
+from moe_runtime.kernels.registry import expert_bank
 from moe_runtime.kernels.workers import Workers
 from moe_runtime.models.loader import Checkpoint
-from moe_runtime.models.spec import FfnSpec, ModelSpec
+from moe_runtime.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One layer's experts on one node. index_of_slot: per bank, int64 [S + 1]; the last entry serves slot id -1."""
+    """One layer's experts on one node.
+
+    index_of_slot: per bank, int64 [S + 1], -1 for slots of other banks and nodes; the last entry serves slot id -1.
+    """
 
     banks: tuple[ExpertBank, ...]
     index_of_slot: tuple[Tensor, ...]
     expert_of_slot_S: np.ndarray
     held_S: np.ndarray
-    workers: Workers
 
     def __call__(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over this node's experts, [T, H] in x's dtype. slots_TK: global slot ids, -1 for none."""
         slots_TK = slots_TK.long()
         y_TH = None
         for bank, index in zip(self.banks, self.index_of_slot, strict=True):
-            part_TH = grouped_mlp(x_TH, index[slots_TK], weights_TK, bank, self.workers)
+            part_TH = bank(x_TH, index[slots_TK], weights_TK)
             y_TH = part_TH if y_TH is None else y_TH + part_TH
         return torch.zeros_like(x_TH) if y_TH is None else y_TH
 
@@ -63,45 +66,57 @@ def load_expert_layers(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[float, str], None],
+    quant: str | None = None,
 ) -> tuple[ExpertLayer, ...]:
-    """Read one node's experts of every layer. Raises CheckpointError as the loader does.
+    """Read one node's experts of every layer, plain ones in `dtype`; quant is model.quant. Raises CheckpointError.
 
     On the CPU, a layer's experts are shared by as many threads as torch has when this is called.
     """
-    layers = []
     workers = Workers(torch.get_num_threads() if device.type == "cpu" else 1)
-    for index, (layer, placed) in enumerate(zip(spec.layers, placement.layers, strict=True)):
+    load = _Loader(checkpoint, spec, node, dtype, device, quant, workers)
+    layers = []
+    for index, placed in enumerate(placement.layers):
         progress(index / len(spec.layers), f"experts of layer {index}")
-        layers.append(_load_layer(checkpoint, spec.hidden, layer.ffn, index, placed, node, dtype, device, workers))
+        layers.append(load.layer(index, placed))
     progress(1.0, "experts")
     return tuple(layers)
 
 
-def _load_layer(
-    checkpoint: Checkpoint,
-    hidden: int,
-    ffn: FfnSpec,
-    layer: int,
-    placed: LayerPlacement,
-    node: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    workers: Workers,
-) -> ExpertLayer:
-    slots = placed.slots_on(node).tolist()
-    held_S = np.zeros(len(placed.expert_of_slot_S), dtype=bool)
-    held_S[slots] = True
-    by_size: dict[int, list[int]] = {}
-    for slot in slots:
-        by_size.setdefault(ffn.intermediate_of(int(placed.expert_of_slot_S[slot])), []).append(slot)
-    banks, tables = [], []
-    for intermediate, members in by_size.items():
-        gate_up = torch.empty(len(members), 2 * intermediate, hidden, dtype=dtype, device=device)
-        down = torch.empty(len(members), hidden, intermediate, dtype=dtype, device=device)
-        table = torch.full((len(held_S) + 1,), -1, dtype=torch.int64, device=device)
-        for position, slot in enumerate(members):
-            checkpoint.read_expert(layer, int(placed.expert_of_slot_S[slot]), gate_up[position], down[position])
-            table[slot] = position
-        banks.append(ExpertBank(gate_up, down).packed())
-        tables.append(table)
-    return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S, workers)
+@dataclass(frozen=True)
+class _Loader:
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    node: int
+    dtype: torch.dtype
+    device: torch.device
+    quant: str | None
+    workers: Workers
+
+    def layer(self, layer: int, placed: LayerPlacement) -> ExpertLayer:
+        slots = placed.slots_on(self.node).tolist()
+        held_S = np.zeros(len(placed.expert_of_slot_S), dtype=bool)
+        held_S[slots] = True
+        kinds: dict[BankShape, list[int]] = {}
+        for slot in slots:
+            kinds.setdefault(self._kind(layer, int(placed.expert_of_slot_S[slot])), []).append(slot)
+        banks, tables = [], []
+        for kind, members in kinds.items():
+            bank = expert_bank(
+                BankShape(len(members), kind.hidden, kind.intermediate, kind.format), self.device, self.workers
+            )
+            table = torch.full((len(held_S) + 1,), -1, dtype=torch.int64, device=self.device)
+            for position, slot in enumerate(members):
+                weights = self.checkpoint.expert(layer, int(placed.expert_of_slot_S[slot]), kind.format)
+                bank.store(position, self._here(weights.gate_up_2IH), self._here(weights.down_HI))
+                table[slot] = position
+            banks.append(bank)
+            tables.append(table)
+        return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S)
+
+    def _kind(self, layer: int, expert: int) -> BankShape:
+        """A bank of one such expert: what experts that share a bank have in common."""
+        form = self.checkpoint.expert_format(layer, expert, self.dtype, self.quant)
+        return BankShape(1, self.spec.hidden, self.spec.layers[layer].ffn.intermediate_of(expert), form)
+
+    def _here(self, weight: Weight) -> Weight:
+        return weight.to(self.device)

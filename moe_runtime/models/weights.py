@@ -1,4 +1,4 @@
-"""The tensors each role holds, as plain frozen dataclasses; matrices may be quantized.
+"""The tensors each role holds, as plain frozen dataclasses; matrices may be quantized, or in a back end's own form.
 
 Legend: V vocabulary, H hidden, D head dimension, Q = heads * D, P = (heads + 2 * kv_heads) * D, I intermediate,
 E experts.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_runtime.kernels.bank import Weight
+from moe_runtime.kernels.linear import LinearWeight
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class AttentionLayerWeights:
     """The attention node's half of a layer; q, k and v are merged into one projection in that order."""
 
     input_norm_H: Tensor
-    qkv_PH: Weight
-    o_HQ: Weight
+    qkv_PH: LinearWeight
+    o_HQ: LinearWeight
     post_norm_H: Tensor
     qkv_bias_P: Tensor | None = None
     o_bias_H: Tensor | None = None
@@ -35,7 +36,7 @@ class AttentionWeights:
     embed_VH: Tensor
     layers: Sequence[AttentionLayerWeights]
     final_norm_H: Tensor
-    lm_head_VH: Weight
+    lm_head_VH: LinearWeight
 
 
 @dataclass(frozen=True)

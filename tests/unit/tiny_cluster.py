@@ -32,6 +32,7 @@ from moe_runtime.models.reference import expert_mlp, reference_logits
 from moe_runtime.models.spec import FfnSpec, LayerSpec, ModelSpec, RopeSpec
 from moe_runtime.models.weights import AttentionLayerWeights, AttentionWeights, ExpertWeights
 from moe_runtime.protocol.messages import RequestFailed, SamplingParams, TokenOutput
+from moe_runtime.quant.formats import Format, plain_format
 from moe_runtime.transport.base import Link
 from moe_runtime.transport.handshake import LinkOptions
 from moe_runtime.transport.inproc import link_pair
@@ -90,15 +91,13 @@ class TinyCheckpoint:
 
     spec: ModelSpec
 
-    def expert(self, layer: int, expert: int) -> ExpertWeights:
+    def expert_format(self, layer: int, expert: int, dtype: torch.dtype, quant: str | None) -> Format:
+        return plain_format(dtype)
+
+    def expert(self, layer: int, expert: int, form: Format | None = None) -> ExpertWeights:
         size, seed = self.spec.layers[layer].ffn.intermediate_of(expert), 5000 + 100 * layer + expert
         gate_up = tensor(seed, 2 * size, self.spec.hidden, scale=0.4)
         return ExpertWeights(gate_up, tensor(seed + 50, self.spec.hidden, size, scale=0.4))
-
-    def read_expert(self, layer: int, expert: int, gate_up: Tensor, down: Tensor) -> None:
-        weights = self.expert(layer, expert)
-        gate_up.copy_(weights.gate_up_2IH)
-        down.copy_(weights.down_HI)
 
 
 def expert_layers(spec: ModelSpec, placement: Placement, node: int) -> tuple[ExpertLayer, ...]:
