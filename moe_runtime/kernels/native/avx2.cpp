@@ -32,9 +32,14 @@ INLINE I32 add(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_
 INLINE I32 load_i(const void* p) { return {load256(p), load256(static_cast<const char*>(p) + 32)}; }
 INLINE I32 set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 
+// One after another: compilers would rather add up trees of products, for which there are not enough registers.
+INLINE void add_to(I32& sum, const I32& x) {
+  sum = add(sum, x);
+  asm("" : "+x"(sum.lo), "+x"(sum.hi));
+}
 INLINE void dot_pairs(I32& sum, const W16& w, const int32_t& a) {
   const __m256i all = _mm256_set1_epi32(a);
-  sum = add(sum, {_mm256_madd_epi16(w.lo, all), _mm256_madd_epi16(w.hi, all)});
+  add_to(sum, {_mm256_madd_epi16(w.lo, all), _mm256_madd_epi16(w.hi, all)});
 }
 // vpmaddubsw adds two products in 16 bits and saturates, which unsigned 255 would. So |w| <= 128 is its unsigned side
 // and an activation, -127..127, takes w's sign: 2 * 128 * 127 = 32512 fits.
@@ -44,7 +49,7 @@ INLINE __m256i four(__m256i w, __m256i a) {
 }
 INLINE void dot_fours(I32& sum, const W8& w, const int32_t& a) {
   const __m256i all = _mm256_set1_epi32(a);
-  sum = add(sum, {four(w.lo, all), four(w.hi, all)});
+  add_to(sum, {four(w.lo, all), four(w.hi, all)});
 }
 
 INLINE const int32_t& broadcast(const int32_t& a) { return a; }

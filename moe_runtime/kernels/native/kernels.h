@@ -11,7 +11,7 @@
 namespace {
 
 // Weights that several panels share are widened once, this many columns at a time: 16 KB of the first-level cache.
-constexpr int kTileColumns16 = 512 / kTileBlocks, kTileColumnsFloat = 256;
+constexpr int kTileColumns16 = 512 / kTileBlocks, kTileColumnsFloat = 256 / kTileBlocks;
 constexpr int kAhead = 1024;  // bytes that a stream of weights is asked for in advance
 
 constexpr int8_t kSigned4[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -251,12 +251,12 @@ INLINE AnyPass byte_pass_of(int rows, std::integer_sequence<int, kRow...>) {
 }
 template <int kRows>
 using UpTo = std::make_integer_sequence<int, kRows>;
-constexpr int kPairRows = kPanelRows < 4 ? kPanelRows : 4;    // two blocks of floats at once
-constexpr int kDirectRows = kPanelRows < 6 ? kPanelRows : 6;  // more rows are worth a tile of floats
+
+// Up to this many rows weights are used as they are read; more rows are worth a tile.
+INLINE int direct_rows(const MoeMatrix& m) { return m.values < kE4m3 ? kPanelRows : kTileRows; }
 
 int panel_rows(const MoeMatrix& m, int rows) {
-  const bool tile = m.values <= kE2m1 && m.values != kInt8Dynamic && rows > kPanelRows;
-  return tile ? kTileRows : kPanelRows;
+  return m.values == kInt8Dynamic || rows <= direct_rows(m) ? kPanelRows : kTileRows;
 }
 
 template <class Source>
@@ -297,7 +297,7 @@ void dot_whole(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
                float* out) {
   const int stride = strip.rows * kLanes;
   Pass pass[2] = {pass_of(m, record, block), pass_of(m, record, block + blocks - 1)};
-  if (strip.rows <= kPanelRows) {
+  if (strip.rows <= direct_rows(m)) {
     const AnyPass run = whole_pass_of<Source, 1>(strip.rows, UpTo<kPanelRows>());
     for (int b = 0; b < blocks; ++b) run(pass + b, strip.words, strip.scales, out + b * stride, stride);
     return;
@@ -328,40 +328,51 @@ void dot_whole(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
 }
 
 template <class Source>
+void widen_floats(const Pass& pass, float* to) {
+  for (int k = pass.first * pass.m.span; k < span_end(pass.m, pass.last - 1); k += 2, to += 2 * kLanes) {
+    const uint8_t* here = pass.values + int64_t{k} * kLanes * Source::kBytes;
+    __builtin_prefetch(here + kAhead);
+    F32 even, odd;
+    Source::load(here, even, odd);
+    store_f(to, even), store_f(to + kLanes, odd);
+  }
+}
+
+template <class Source>
 void dot_float(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const Strip& strip, void* scratch,
                float* out) {
-  const Split panels(strip.rows, kPanelRows);
   const int stride = strip.rows * kLanes;
-  if (blocks == 2 && strip.rows <= kPairRows) {
-    const Pass both[] = {pass_of(m, record, block), pass_of(m, record, block + 1)};
-    return float_pass_of<Source, 2, false>(strip.rows, UpTo<kPairRows>())(
-        both, strip.words, nullptr, out, stride);
+  Pass pass[2] = {pass_of(m, record, block), pass_of(m, record, block + blocks - 1)};
+  if (strip.rows <= direct_rows(m)) {
+    if (blocks == 2 && kTileBlocks == 2)
+      return float_pass_of<Source, kTileBlocks, false>(strip.rows, UpTo<kTileRows>())(pass, strip.words, nullptr, out,
+                                                                                      stride);
+    const AnyPass run = float_pass_of<Source, 1, false>(strip.rows, UpTo<kTileRows>());
+    for (int b = 0; b < blocks; ++b) run(pass + b, strip.words, nullptr, out + b * stride, stride);
+    return;
   }
+  const Split panels(strip.rows, kTileRows);
   float* const tile = static_cast<float*>(scratch);
-  for (int b = 0; b < blocks; ++b, out += stride) {
-    Pass pass = pass_of(m, record, block + b);
-    if (strip.rows <= kDirectRows) {
-      float_pass_of<Source, 1, false>(strip.rows, UpTo<kDirectRows>())(&pass, strip.words, nullptr, out, stride);
-      continue;
-    }
-    const int spans = kTileColumnsFloat / m.span;
-    for (pass.first = 0; pass.first < m.spans; pass.first = pass.last) {
-      pass.last = pass.first + spans < m.spans ? pass.first + spans : m.spans;
-      float* to = tile;
-      for (int k = pass.first * m.span; k < span_end(m, pass.last - 1); k += 2, to += 2 * kLanes) {
-        const uint8_t* here = pass.values + int64_t{k} * kLanes * Source::kBytes;
-        __builtin_prefetch(here + kAhead);
-        F32 even, odd;
-        Source::load(here, even, odd);
-        store_f(to, even), store_f(to + kLanes, odd);
+  const int at_once = blocks < kTileBlocks ? blocks : kTileBlocks, spans = kTileColumnsFloat / m.span;
+  for (int b = 0; b < blocks; b += at_once) {
+    Pass* const here = pass + b;
+    for (here->first = 0; here->first < m.spans; here->first = here->last) {
+      here->last = here->first + spans < m.spans ? here->first + spans : m.spans;
+      for (int i = 0; i < at_once; ++i) {
+        here[i].first = here->first, here[i].last = here->last;
+        here[i].tile = here[i].values + here->first * m.span * kLanes * sizeof(float);
+        if constexpr (Source::kBytes == 4) continue;  // is one already
+        float* const to = tile + i * kTileColumnsFloat * kLanes;
+        here[i].tile = reinterpret_cast<const uint8_t*>(to);
+        widen_floats<Source>(here[i], to);
       }
-      pass.tile = reinterpret_cast<const uint8_t*>(tile);
-      const Ahead ahead(pass, pass, m.block_bytes, panels.count);
+      const Ahead ahead(here[0], here[at_once - 1], at_once * m.block_bytes, panels.count);
       for (int i = 0; i < panels.count; ++i) {
         ahead.fetch(i);
         const int64_t row = panels.first(i);
-        float_pass_of<Fp32, 1, true>(panels.size(i), UpTo<kPanelRows>())(
-            &pass, strip.words + row * m.words, nullptr, out + row * kLanes, stride);
+        const AnyPass run = at_once == 2 ? float_pass_of<Fp32, 2, true>(panels.size(i), UpTo<kTileRows>())
+                                         : float_pass_of<Fp32, 1, true>(panels.size(i), UpTo<kTileRows>());
+        run(here, strip.words + row * m.words, nullptr, out + b * stride + row * kLanes, stride);
       }
     }
   }
@@ -548,7 +559,7 @@ double peak_float(int64_t repeats) {
     UNROLL for (auto& s : sum) s = fma(s, x, x);
   }
   float out[kLanes];
-  UNROLL for (auto& s : sum) store_f(out, s), peak_sink = out[0];
+  UNROLL for (auto& s : sum) store_f(out, s), peak_sink = out[0] + out[kLanes - 1];
   return 2.0 * kPeakSums * kLanes * static_cast<double>(repeats);
 }
 
@@ -562,7 +573,7 @@ INLINE void peak_whole(int64_t repeats, Step step) {
     UNROLL for (int s = 0; s < kPeakSums; ++s) step(sum[s], a[s]);
   }
   float out[kLanes];
-  UNROLL for (auto& s : sum) store_f(out, to_float(s)), peak_sink = out[0];
+  UNROLL for (auto& s : sum) store_f(out, to_float(s)), peak_sink = out[0] + out[kLanes - 1];
 }
 
 double peak_pairs(int64_t repeats) {

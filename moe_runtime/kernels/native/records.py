@@ -3,18 +3,17 @@
 Legend: N outputs, K inputs, R x C groups.
 """
 
-import ctypes
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.bank import Weight
 from moe_runtime.kernels.native import library as native
-from moe_runtime.quant.formats import Format
+from moe_runtime.quant.formats import FORMATS, Format
 from moe_runtime.quant.tensor import QuantizedTensor
 
-Weight = Tensor | QuantizedTensor
-
+X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
 _VALUES = {
     "w8a16": 0, "w8a8": 1, "int4": 2, "e2m1": 3, "e4m3": 4, "bfloat16": 5, "float16": 6, "float32": 7,
 }  # fmt: skip
@@ -43,16 +42,40 @@ def plan(form: Format, rows: int, columns: int, scales: torch.dtype | None, gate
     return matrix
 
 
+def format_of(weight: Weight) -> Format:
+    """Raises ValueError for a plain tensor of a dtype that no format has."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.format
+    name = str(weight.dtype).removeprefix("torch.")
+    if name not in FORMATS:
+        raise ValueError(f"a weight is {name}: expected float32, bfloat16 or float16")
+    return FORMATS[name]
+
+
+def matrix_shape(weight: Weight) -> tuple[int, int]:
+    """[N, K]. Raises ValueError for a stack of weights."""
+    if len(weight.shape) != 2:
+        raise ValueError(f"a weight has shape {list(weight.shape)}: expected [outputs, inputs]")
+    return weight.shape[0], weight.shape[1]
+
+
 def scales_dtype(weight: Weight) -> torch.dtype | None:
-    return weight.scales_RC.dtype if isinstance(weight, QuantizedTensor) else None
+    """None for plain weights. Raises ValueError for a dtype that scales cannot have."""
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    dtype = weight.scales_RC.dtype
+    if dtype not in NUMBERS or (dtype == torch.uint8) != (weight.format.scales == torch.uint8):
+        raise ValueError(f"the scales of {weight.format.name} are {dtype}: expected {weight.format.scales} or wider")
+    return dtype
 
 
 def check(what: str, weight: Weight, form: Format, shape: tuple[int, int], scales: torch.dtype | None) -> None:
-    """Raise ValueError unless the weight has this format, shape and dtype of scales, and is all numbers."""
-    name = weight.format.name if isinstance(weight, QuantizedTensor) else str(weight.dtype).removeprefix("torch.")
-    found = (name, tuple(weight.shape), scales_dtype(weight))
+    """Raise ValueError unless the weight has this format, shape and dtype of scales, is on the CPU, and all numbers."""
+    found = (format_of(weight).name, tuple(weight.shape), scales_dtype(weight))
     if found != (form.name, shape, scales):
         raise ValueError(f"{what}: found {_text(*found)}, expected {_text(form.name, shape, scales)}")
+    if any(part.device.type != "cpu" for part in _parts(weight)):
+        raise ValueError(f"{what} is not on the CPU")
     if isinstance(weight, QuantizedTensor):
         bad = weight.values.view(torch.uint8) & 127 == 127 if form.values == "e4m3" else weight.scales_RC == 255
         if form.values in ("e4m3", "e2m1") and bool(bad.any()):
@@ -108,7 +131,3 @@ class Memory:
         self.address = -(-self._storage.data_ptr() // align) * align
         if huge:
             found.moe_huge_pages(self.address, nbytes // _HUGE_PAGE * _HUGE_PAGE)
-
-
-def pointer_to(tensor: Tensor | None) -> ctypes.c_void_p | None:
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
