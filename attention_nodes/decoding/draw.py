@@ -16,8 +16,8 @@ from attention_nodes.decoding.random import GUMBEL_SPAN, gumbel
 
 # Sorting the whole vocabulary costs 40 times as much as taking the best thousand, which nearly always hold top_p.
 _FIRST_CANDIDATES = 1024
-# Logits that get their noise at once: what is in flight stays in a core's cache.
-_BLOCK_LOGITS = 1 << 18
+# Logits worked on at once: temporaries stay in a core's cache, and need no fresh pages from the system at every step.
+_BLOCK_LOGITS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,28 @@ class DrawParams:
     min_p_P: Tensor
     keys_P: Tensor
 
+    def split(self, rows: int) -> list["DrawParams"]:
+        """Blocks of so many rows."""
+        columns = (self.temperature_P, self.top_k_P, self.top_p_P, self.min_p_P, self.keys_P)
+        return [DrawParams(*block) for block in zip(*(column.split(rows) for column in columns), strict=True)]
+
 
 def draw(logits_PV: Tensor, best_P: Tensor, params: DrawParams) -> Tensor:
     """Draw one token id per row of logits, int64 [P]; best_P is each row's highest logit, which is finite."""
-    # Shifted by the best logit first: a tiny temperature must not overflow to inf - inf.
-    scaled_PV = (logits_PV - best_P.unsqueeze(1)).div_(params.temperature_P.unsqueeze(1))
-    threshold_P = lowest_drawn(scaled_PV, params).clamp_(min=-GUMBEL_SPAN)
-    rows = max(1, _BLOCK_LOGITS // scaled_PV.shape[1])
-    blocks = zip(scaled_PV.split(rows), threshold_P.split(rows), params.keys_P.split(rows), strict=True)
+    on_cpu = logits_PV.device.type == "cpu"
+    rows = max(1, _BLOCK_LOGITS // logits_PV.shape[1]) if on_cpu else len(logits_PV)
+    blocks = zip(logits_PV.split(rows), best_P.split(rows), params.split(rows), strict=True)
     return torch.cat([_draw_block(*block) for block in blocks])
 
 
-def _draw_block(scaled_BV: Tensor, threshold_B: Tensor, keys_B: Tensor) -> Tensor:
+def _draw_block(logits_BV: Tensor, best_B: Tensor, params: DrawParams) -> Tensor:
+    # Shifted by the best logit first: a tiny temperature must not overflow to inf - inf.
+    scaled_BV = (logits_BV - best_B.unsqueeze(1)).div_(params.temperature_P.unsqueeze(1))
+    threshold_B = lowest_drawn(scaled_BV, params).clamp_(min=-GUMBEL_SPAN)
     rows_N, ids_N = (scaled_BV >= threshold_B.unsqueeze(1)).nonzero(as_tuple=True)
-    noisy_N = scaled_BV[rows_N, ids_N].double() + gumbel(keys_B[rows_N], ids_N)
-    best_B = noisy_N.new_full((len(scaled_BV),), float("-inf")).scatter_reduce_(0, rows_N, noisy_N, "amax")
-    winner_N = noisy_N == best_B[rows_N]
+    noisy_N = scaled_BV[rows_N, ids_N].double() + gumbel(params.keys_P[rows_N], ids_N)
+    highest_B = noisy_N.new_full((len(scaled_BV),), float("-inf")).scatter_reduce_(0, rows_N, noisy_N, "amax")
+    winner_N = noisy_N == highest_B[rows_N]
     # Two tokens of a row with the very same noisy logit: the lower id, wherever the row stands.
     drawn_B = ids_N.new_full((len(scaled_BV),), scaled_BV.shape[1])
     return drawn_B.scatter_reduce_(0, rows_N[winner_N], ids_N[winner_N], "amin")

@@ -169,7 +169,7 @@ def test_top_k_wider_than_the_first_candidates_keeps_k() -> None:
     assert drawable(logits_PV, [request(SamplingParams(9, top_k=9000))] * 4).all()
 
 
-def test_a_row_depends_on_nothing_else_in_its_batch() -> None:
+def test_a_row_depends_on_nothing_else_in_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(7)
     logits_PV = torch.randn(48, 3000, generator=generator) * torch.linspace(0.05, 4, 48)[:, None]
     choices = [*PARAMS.values(), SamplingParams(9, temperature=0), SamplingParams(9, top_k=2500, top_p=0.97)]
@@ -179,6 +179,9 @@ def test_a_row_depends_on_nothing_else_in_its_batch() -> None:
     assert sample(logits_PV[order], [requests[row] for row in order]) == [together[row] for row in order]
     assert [sample(logits_PV[row : row + 1], [requests[row]])[0] for row in range(48)] == together
     assert len(set(together)) > 20
+    for rows in (1, 5, 47):
+        monkeypatch.setattr(drawing, "_BLOCK_LOGITS", rows * 3000)
+        assert sample(logits_PV, requests) == together
 
 
 def test_neighbours_with_a_wide_top_k_do_not_move_a_nucleus_among_ties() -> None:
