@@ -4,7 +4,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from moe_runtime.gateway.errors import ApiError, ClientGoneError
+from moe_runtime.gateway.errors import ApiError, ClientGoneError, own_fault
 
 
 def error_answer(error: ApiError) -> Response:
@@ -31,4 +31,4 @@ def add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_request: Request, _error: Exception) -> Response:
         # Starlette raises it again once this has been sent, so that the server logs it.
-        return error_answer(ApiError(500, "an error inside the gateway; its log has the details", code="internal"))
+        return error_answer(own_fault())

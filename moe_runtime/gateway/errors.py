@@ -57,6 +57,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param, code)
 
 
+def own_fault() -> ApiError:
+    """A 500 for what should not happen here; clients learn nothing of it."""
+    return ApiError(500, "an error inside the gateway; its log has the details", code="internal")
+
+
 def from_engine(failure: RequestFailed) -> ApiError:
     """The status that fits an engine's refusal. Its own faults are logged."""
     if failure.kind == "internal":

@@ -69,6 +69,9 @@ class Generation:
         except ApiError as error:
             outcome = error.code or "invalid"
             raise
+        except Exception:
+            outcome = "internal"
+            raise
         finally:
             alarm.cancel()
             for request_id, choice in unfinished.items():

@@ -9,7 +9,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_runtime.gateway.choice import Delta
-from moe_runtime.gateway.errors import ApiError, ClientGoneError
+from moe_runtime.gateway.errors import ApiError, ClientGoneError, own_fault
 from moe_runtime.gateway.generation import Deadline, Generation, Usage
 from moe_runtime.gateway.offload import offload
 from moe_runtime.gateway.responses import Body, Form, usage_body
@@ -82,18 +82,28 @@ def _end_with(usage: Usage) -> bytes:
 async def sse_events(
     form: Form, generation: Generation, first: Delta, rest: AsyncGenerator[Delta, None], request: GenerationRequest
 ) -> AsyncGenerator[bytes, None]:
-    """The whole event stream: opening, text, finish, usage, [DONE]; or an error event, after which it ends."""
+    """The whole event stream: opening, text, finish, usage, [DONE]; or an error event, after which it ends.
+
+    A fault of the gateway itself is such an event too, before it is raised.
+    """
     writer = EventWriter(form, generation, request)
     yield writer.opening() + await _written(writer, first)
     try:
         async for delta in rest:
             yield await _written(writer, delta)
     except ApiError as error:
-        yield b"data: " + _encode(error.body()) + b"\n\n"
+        yield _error_event(error)
         return
+    except Exception:
+        yield _error_event(own_fault())
+        raise
     if request.include_usage:
         yield writer.closing()
     yield b"data: [DONE]\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: " + _encode(error.body()) + b"\n\n"
 
 
 async def _written(writer: EventWriter, delta: Delta) -> bytes:

@@ -1,13 +1,17 @@
 """What both endpoints answer, whole and streamed, as the openai client and raw HTTP see it."""
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
-from asking import MODEL, stream
+from asking import COMPLETIONS, MODEL, stream
 from conftest import Cluster
 from fake_controller import wait_until
 from fake_engine import Answer
+from own_gateway import gateway
 from tiny_tokenizer import EOS, ids
 
 from moe_runtime.protocol.messages import SamplingParams
@@ -193,3 +197,21 @@ def test_long_prompts_are_tokenized_too(cluster: Cluster) -> None:
 def test_requests_spread_over_the_nodes(cluster: Cluster) -> None:
     cluster.openai.completions.create(model=MODEL, prompt=["abcd"] * 8, max_tokens=4)
     assert [len(engine.submitted) for engine in cluster.engines] == [4, 4]
+
+
+def test_a_fault_in_mid_stream_is_said_and_frees_the_request(model_dir: Path) -> None:
+    """Token -1 is no token: this breaks the gateway and no rule of HTTP."""
+    with gateway(model_dir) as (process, engine):
+        url = process.wait_serving() + COMPLETIONS
+        engine.script = lambda submit: Answer([(ids("a")[0],), (-1,)], finish=None)
+        lines: list[str] = []
+        body = {"prompt": "x", "stream": True}
+        with suppress(httpx.RemoteProtocolError), httpx.stream("POST", url, json=body) as response:
+            for line in response.iter_lines():
+                lines += [line] if line else []
+        assert httpx.post(url, json={"prompt": "x"}).status_code == 500
+        wait_until(lambda: len(engine.aborted) == 2, "both to be aborted")
+        engine.script = lambda submit: Answer([tuple(ids("fine"))])
+        assert httpx.post(url, json={"prompt": "x"}).json()["choices"][0]["text"] == "fine"
+    assert '"text":"a"' in lines[0] and "its log has the details" in lines[-1]
+    assert "OverflowError" in process.close()
