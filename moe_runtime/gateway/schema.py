@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from moe_runtime.gateway.fields import RequestModel, field_error
 from moe_runtime.gateway.parameter_types import (
@@ -245,6 +245,3 @@ class ChatRequest(Conversation, GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs: true")
         return self
-
-
-BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest)
