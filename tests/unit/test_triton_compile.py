@@ -8,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_runtime.quant.formats import FORMATS
 
@@ -64,6 +65,15 @@ def check(case: Case, target: Target) -> None:
 def test_cover(target: str) -> None:
     for case in cover(target):
         check(case, TARGETS[target])
+
+
+@pytest.mark.parametrize("name", ["w8a16", "w4a16-g32-zp", "fp8-g128", "mxfp4"])
+def test_other_activations(name: str) -> None:
+    """float16 is decoded by other bit patterns, and float32 takes the bfloat16 ones."""
+    for dtype in (torch.float16, torch.float32):
+        cases = expert_cases(MODELS["Qwen3-235B"], FORMATS[name], DECODE, "sm_90", activations=dtype)
+        for case in cases:
+            assert compile_call(case.call, TARGETS["sm_90"]).uses("wgmma")
 
 
 def test_spills_and_missing_instructions_are_seen() -> None:

@@ -60,11 +60,19 @@ class Case:
 
 
 def expert_cases(
-    shape: ModelShape, form: Format, tokens: int, architecture: str, tiles: tuple[Tile, Tile] | None = None
+    shape: ModelShape,
+    form: Format,
+    tokens: int,
+    architecture: str,
+    tiles: tuple[Tile, Tile] | None = None,
+    activations: torch.dtype = torch.bfloat16,
 ) -> Iterator[Case]:
-    """The products of one layer, and for int8 activations the kernels that round rows."""
+    """The products of one layer, and for int8 activations the kernels that round rows.
+
+    activations: the model's dtype where the weights are quantized; plain weights have their own.
+    """
     picks, experts, rounds = tokens * shape.picks, shape.experts, form.activations == "int8"
-    dtype = torch.bfloat16 if form.quantized else form.dtype
+    dtype = activations if form.quantized else form.dtype
     first, second = tiles or (
         choose_tile(Product(form, "gate_up", experts, shape.intermediate, shape.hidden), picks, architecture, False),
         choose_tile(Product(form, "down", experts, shape.hidden, shape.intermediate), picks, architecture, False),

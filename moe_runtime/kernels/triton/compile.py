@@ -82,7 +82,7 @@ def compile_call(call: Call, target: Target) -> Build:
     signature |= dict.fromkeys(call.constants, "constexpr")
     source = ASTSource(call.kernel, signature, constants, attributes)
     begin = time.perf_counter()
-    compiled = triton.compile(source, target=target.gpu, options=call.options(target.gpu.backend))
+    compiled = triton.compile(source, target=target.gpu, options=call.options(target.name))
     return _build(compiled, target, time.perf_counter() - begin)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 # Triton reads the variable when a kernel is defined, so it is settled by the time this module is imported.
@@ -35,13 +36,20 @@ class Call:
         """Launch it, unless the grid is empty or the tensors are fake ones, which have shapes but no numbers."""
         if 0 in self.grid or any(isinstance(arg, FakeTensor) for arg in self.args):
             return
-        options = {} if INTERPRETED else self.options("hip" if torch.version.hip else "cuda")
+        device = next(arg.device for arg in self.args if isinstance(arg, Tensor))
+        options = {} if INTERPRETED else self.options(architecture(device))
         self.kernel[self.grid](*self.args, **self.constants, **options)
 
-    def options(self, backend: str) -> dict[str, int]:
-        """What the compiler is told. On AMD products use one instruction shape for every tile, so that rows agree."""
+    def options(self, architecture: str) -> dict[str, int]:
+        """What the compiler is told for this architecture."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        return options | {"matrix_instr_nonkdim": 16} if backend == "hip" else options
+        if architecture.startswith("gfx"):
+            # One instruction shape for every tile, so that a row's result is the same in all of them.
+            options["matrix_instr_nonkdim"] = 16
+        elif architecture.startswith("sm_1"):
+            # Otherwise the assembler spills a few registers in the hope of more programs at once.
+            options["maxnreg"] = 255
+        return options
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:

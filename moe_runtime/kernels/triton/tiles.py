@@ -68,14 +68,14 @@ def default_tile(product: Product, mean_rows: int, architecture: str) -> Tile:
     if architecture == "interpreter":
         return Tile(16, 32, 32, 4, 1)
     form, doubled = product.format, product.role == "gate_up"
-    block_m, block_k = min(_most_rows(form), max(16, power_of_two(2 * mean_rows))), default_block_k(form)
+    block_m, block_k = min(_most_rows(form, architecture), max(16, power_of_two(2 * mean_rows))), default_block_k(form)
     if block_m > 64 and mean_rows <= 64:
         block_m = 64
     block_n = 64
     if architecture == "sm_90" and block_m == 128 and not doubled and form.activations == "float":
         block_n = 128
     elif architecture == "sm_100" and block_m == 64 and not doubled:
-        # The instruction's own size. With 64 the assembler would rather spill than give up a second program.
+        # The instruction's own size, and the registers of eight warps.
         block_n = 128
     elif architecture == "sm_80" and block_m > 32 and doubled and form.group[1]:
         # Sums of a step beside those of all steps, twice: too much for 64 rows of weights.
@@ -84,11 +84,14 @@ def default_tile(product: Product, mean_rows: int, architecture: str) -> Tile:
     return Tile(block_m, block_n, block_k, warps, _stages(product, block_m, block_n, block_k, architecture))
 
 
-def _most_rows(form: Format) -> int:
-    """What the registers hold: full precision takes three products, and groups a second sum or scaled weights."""
+def _most_rows(form: Format, architecture: str) -> int:
+    """What the registers hold: full precision takes three products, and groups a second sum or scaled weights.
+
+    sm_100 keeps sums in memory of their own, but not those of int8 products, which Triton makes the older way.
+    """
     if form.dtype is torch.float32:
         return 32
-    return 64 if form.group[1] else 128
+    return 64 if form.group[1] or (form.activations == "int8" and architecture == "sm_100") else 128
 
 
 def default_block_k(form: Format) -> int:
