@@ -110,7 +110,9 @@ class ExpertServer:
         if header.tokens == 0:
             raise ProtocolError("token count mismatch: the message says 0, an empty message must not be sent")
         self._check_progress(link, header)
-        self._layers[header.layer].check(slots_part(frame).cpu().numpy())
+        slots_TK = slots_part(frame)
+        if slots_TK.device.type == "cpu":
+            self._layers[header.layer].check(slots_TK.numpy())
         # Only a message that is served counts: what was refused may come again, put right.
         self._progress.setdefault(link, {})[header.lane] = header.step, header.layer, header.flags
 

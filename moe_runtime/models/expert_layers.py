@@ -31,10 +31,24 @@ class ExpertLayer:
     index_of_slot: tuple[Tensor, ...]
     expert_of_slot_S: np.ndarray
     held_S: np.ndarray
+    accepts: Tensor  # bool [S + 1] on the device: held_S, and true for slot id -1
 
     def __call__(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over this node's experts, [T, H] in x's dtype. slots_TK: global slot ids, -1 for none."""
         slots_TK = slots_TK.long()
+        if slots_TK.device.type != "cpu":
+            return self._unchecked(x_TH, slots_TK, weights_TK)
+        return self._sum(x_TH, slots_TK, weights_TK)
+
+    def _unchecked(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """On a GPU nobody has looked at the slots, since looking would stop the host: a token with a slot that is not
+        here gets NaN, which ends its request where it is sampled."""
+        inside_TK = slots_TK.clamp(-1, len(self.held_S) - 1)
+        wrong_TK = (inside_TK != slots_TK) | ~self.accepts[inside_TK]
+        y_TH = self._sum(x_TH, torch.where(wrong_TK, -1, inside_TK), weights_TK)
+        return y_TH.masked_fill(wrong_TK.any(dim=-1, keepdim=True), torch.nan)
+
+    def _sum(self, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         y_TH = None
         for bank, index in zip(self.banks, self.index_of_slot, strict=True):
             part_TH = bank(x_TH, index[slots_TK], weights_TK)
@@ -42,7 +56,7 @@ class ExpertLayer:
         return torch.zeros_like(x_TH) if y_TH is None else y_TH
 
     def check(self, slots: np.ndarray) -> None:
-        """Raise ProtocolError naming the first slot id that is out of range or held by another node."""
+        """Raise ProtocolError naming the first slot id that is out of range or held by another node; for the CPU."""
         total = len(self.held_S)
         bad = slots[(slots < -1) | (slots >= total)]
         if bad.size:
@@ -111,7 +125,8 @@ class _Loader:
                 table[slot] = position
             banks.append(bank)
             tables.append(table)
-        return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S)
+        accepts = torch.from_numpy(np.append(held_S, True)).to(self.device)
+        return ExpertLayer(tuple(banks), tuple(tables), placed.expert_of_slot_S, held_S, accepts)
 
     def _kind(self, layer: int, expert: int) -> BankShape:
         """A bank of one such expert: what experts that share a bank have in common."""

@@ -6,6 +6,7 @@ import torch
 from tiny_cluster import expert_layers, place, tiny_spec, weighted_sum
 
 from eplb import LayerPlacement, Placement
+from ffn_nodes.load import ExpertLoad
 from moe_runtime.errors import ProtocolError
 
 SPEC = tiny_spec()
@@ -70,3 +71,27 @@ def test_check_names_the_first_slot_that_does_not_belong_here() -> None:
     for foreign in (6, 99, -2):
         with pytest.raises(ProtocolError, match=rf"slot id {foreign} does not exist: this layer has slots 0\.\.5"):
             layer.check(np.array([[0, foreign, 1]]))
+
+
+def test_on_a_gpu_a_wrong_slot_makes_its_token_nan_and_no_other() -> None:
+    """The path without host reads, on the CPU: right tokens as ever, the wrong ones not to be mistaken for right."""
+    layer = expert_layers(SPEC, place(SPEC, 2), 0)[2]
+    x_TH, _, weights_TK = random_call(2, 5)
+    slots_TK = torch.tensor([[0, 2, 4], [4, -1, -1], [0, 3, 2], [-1, -1, -1], [99, 0, 2]])
+    y_TH = layer._unchecked(x_TH, slots_TK, weights_TK)
+    assert y_TH[[2, 4]].isnan().all()
+    good = [0, 1, 3]
+    torch.testing.assert_close(y_TH[good], layer(x_TH[good], slots_TK[good], weights_TK[good]))
+
+
+def test_tokens_counted_on_a_device_are_those_counted_here() -> None:
+    layer = expert_layers(SPEC, place(SPEC, 2, spare=0.5), 0)[2]
+    here, there = ExpertLoad(SPEC), ExpertLoad(SPEC)
+    held = np.flatnonzero(layer.held_S)
+    for seed in range(3):
+        slots_TK = torch.from_numpy(np.random.default_rng(seed).choice([*held, -1], size=(7, 3)))
+        here.count(2, layer, slots_TK, 1, 0.1)
+        there._count_on_device(2, layer, slots_TK)
+        there.fetch()
+    there.fetch()
+    assert here.tokens[2].tolist() == there.tokens[2].tolist() and here.tokens[2].sum() > 0
