@@ -130,7 +130,10 @@ def quantize(
     attention: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Attention and LM head too: w8a16 or w4a16-*.")
     ] = None,
-    perplexity: Annotated[bool, typer.Option(help="Measure perplexity on a bundled text before and after.")] = True,
+    calibrate: Annotated[
+        bool, typer.Option(help="Round four-bit formats with a bundled text's inputs in view.")
+    ] = True,
+    perplexity: Annotated[bool, typer.Option(help="Measure perplexity on another text before and after.")] = True,
 ) -> int:
     """Write a quantized checkpoint that loads without work, in compressed-tensors' layout.
 
@@ -153,7 +156,9 @@ def quantize(
     with StopSignals() as signals:
         try:
             with ProgressBar(f"{model_dir.name} as {form}", lambda: signals.requested) as bar:
-                report = quantize_checkpoint(model_dir, out, experts, linears, measure=perplexity, progress=bar)
+                report = quantize_checkpoint(
+                    model_dir, out, experts, linears, calibrate=calibrate, measure=perplexity, progress=bar
+                )
         except Stopped:
             return signals.exit_code
     show(report, Console())

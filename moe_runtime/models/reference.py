@@ -28,23 +28,25 @@ def reference_logits(token_ids_T: Tensor, spec: ModelSpec, attention: AttentionW
     cos_TD, sin_TD = rotary(torch.arange(len(token_ids_T), device=x_TH.device), x_TH.dtype)
     for index, (layer, weights) in enumerate(zip(spec.layers, attention.layers, strict=True)):
         normed_TH = rms_norm(x_TH, weights.input_norm_H, spec.norm_eps)
-        x_TH = x_TH + _attend(normed_TH, weights, spec, layer.window, cos_TD, sin_TD) * spec.residual_scale
+        o_TQ = attend(normed_TH, weights, spec, layer.window, cos_TD, sin_TD)
+        x_TH = x_TH + project_output(o_TQ, weights) * spec.residual_scale
         normed_TH = rms_norm(x_TH, weights.post_norm_H, spec.norm_eps)
         x_TH = x_TH + _experts(normed_TH, weights, spec, layer, index, expert) * spec.residual_scale
     x_TH = rms_norm(x_TH, attention.final_norm_H, spec.norm_eps)
     return linear(x_TH, attention.lm_head_VH) / spec.logits_divisor
 
 
-def _attend(
+def attend(
     x_TH: Tensor, weights: AttentionLayerWeights, spec: ModelSpec, window: int | None, cos_TD: Tensor, sin_TD: Tensor
 ) -> Tensor:
+    """Attention's heads [T, Q] of a whole sequence, side by side, before the output projection."""
     q_TAD, k_TGD, v_TGD = project_qkv(x_TH, weights, spec, cos_TD, sin_TD)
     share = spec.heads // spec.kv_heads
     k_TAD, v_TAD = k_TGD.repeat_interleave(share, dim=1), v_TGD.repeat_interleave(share, dim=1)
     scores_ATT = torch.einsum("tad,sad->ats", q_TAD, k_TAD) * spec.attention_scale
     scores_ATT = scores_ATT.masked_fill(~visible(len(x_TH), window, x_TH.device), -torch.inf)
     probabilities_ATT = scores_ATT.softmax(dim=-1, dtype=torch.float32).to(x_TH.dtype)
-    return project_output(torch.einsum("ats,sad->tad", probabilities_ATT, v_TAD).flatten(1), weights)
+    return torch.einsum("ats,sad->tad", probabilities_ATT, v_TAD).flatten(1)
 
 
 def visible(tokens: int, window: int | None, device: torch.device) -> Tensor:

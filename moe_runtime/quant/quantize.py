@@ -27,13 +27,23 @@ def quantize(weight_NK: Tensor, form: Format) -> QuantizedTensor:
         raise ValueError("the weight has numbers that are not finite")
     grouped = _Groups(weight_NK.float(), form)
     x_RCS = grouped.split()
-    if form.zero_points:
-        scales_RC1, zeros_RC1 = _asymmetric(x_RCS, form)
-        codes = _asymmetric_codes(x_RCS, scales_RC1, zeros_RC1).to(torch.uint8)
-        return _pack(grouped, codes, scales_RC1, zeros_RC1.to(torch.uint8))
-    scales_RC1 = _symmetric(x_RCS, form)
-    codes = _codes(x_RCS / float_scales(scales_RC1), form)
-    return _pack(grouped, codes, scales_RC1, None)
+    scales_RC1, zeros_RC1 = group_scales(x_RCS, form)
+    return _pack(grouped, group_codes(x_RCS, scales_RC1, zeros_RC1, form), scales_RC1, zeros_RC1)
+
+
+def group_scales(x_RCS: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
+    """Scales [..., 1] of groups of numbers [..., S] in the format's dtype, and uint8 zero points where it has any."""
+    if not form.zero_points:
+        return _symmetric(x_RCS, form), None
+    scales_RC1, zeros_RC1 = _asymmetric(x_RCS, form)
+    return scales_RC1, zeros_RC1.to(torch.uint8)
+
+
+def group_codes(x_RCS: Tensor, scales_RC1: Tensor, zeros_RC1: Tensor | None, form: Format) -> Tensor:
+    """What is stored for numbers [..., S] of groups with these scales."""
+    if zeros_RC1 is not None:
+        return _asymmetric_codes(x_RCS, scales_RC1, zeros_RC1.float()).to(torch.uint8)
+    return _codes(x_RCS / float_scales(scales_RC1), form)
 
 
 class _Groups:
@@ -88,7 +98,7 @@ def _symmetric(x_RCS: Tensor, form: Format) -> Tensor:
 
 
 def _asymmetric(x_RCS: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Scales and zero points [..., R, C, 1]; the range always holds 0, so that a zero weight stays zero."""
+    """Scales and zero points as floats [..., R, C, 1]; the range always holds 0, so that a zero weight stays zero."""
     low_RC1 = x_RCS.amin(-1, keepdim=True).clamp(max=0)
     high_RC1 = x_RCS.amax(-1, keepdim=True).clamp(min=0)
 

@@ -35,7 +35,7 @@ def quietly(fraction: float, what: str) -> None: ...
 
 def written(source: Path, out: Path, form: str, attention: str | None = None) -> Checkpoint:
     linears = FORMATS[attention] if attention else None
-    quantize_checkpoint(source, out, FORMATS[form], linears, measure=False, progress=quietly)
+    quantize_checkpoint(source, out, FORMATS[form], linears, calibrate=False, measure=False, progress=quietly)
     return opened(out)
 
 

@@ -23,8 +23,9 @@ from moe_runtime.errors import ConfigError
 from moe_runtime.models.demo.random_models import write_random_model
 from moe_runtime.models.loader import Checkpoint, open_checkpoint
 from moe_runtime.models.quantized.command import quantize_checkpoint
-from moe_runtime.models.quantized.perplexity import perplexity, text_tokens
+from moe_runtime.models.quantized.perplexity import perplexity
 from moe_runtime.models.quantized.report import Report
+from moe_runtime.models.quantized.texts import text_tokens
 from moe_runtime.models.reference import reference_logits
 from moe_runtime.models.registry import load_spec
 from moe_runtime.quant.formats import FORMATS
@@ -39,7 +40,7 @@ def quietly(fraction: float, what: str) -> None: ...
 
 
 def quantized(source: Path, out: Path, form: str, attention: str | None = None, **options: Any) -> Report:
-    options = {"measure": False, "progress": quietly, **options}
+    options = {"calibrate": False, "measure": False, "progress": quietly, **options}
     return quantize_checkpoint(source, out, FORMATS[form], FORMATS[attention] if attention else None, **options)
 
 
@@ -148,7 +149,7 @@ def test_the_report(source: Path, tmp_path: Path) -> None:
     assert report.bytes_before == sum(x.nbytes for x in load_file(source / "model.safetensors").values())
     assert report.bytes_after == sum(x.nbytes for x in load_file(tmp_path / "out" / "model.safetensors").values())
     assert report.perplexity is not None and report.perplexity.tokens == 512
-    tokens_T = text_tokens(source)
+    tokens_T = text_tokens(source, "prose")
     expected = torch.nn.functional.cross_entropy(logits(before, tokens_T)[:-1], tokens_T[1:]).exp()
     assert report.perplexity.before == pytest.approx(float(expected), rel=1e-4)
     assert report.perplexity.after == pytest.approx(perplexity(tmp_path / "out", tokens_T, quietly), rel=1e-4)
@@ -271,7 +272,7 @@ def test_a_missing_tokenizer_is_said_before_anything_is_left(source: Path, tmp_p
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((source / name).read_bytes())
-    with pytest.raises(ConfigError, match="bare has no tokenizer for measuring perplexity"):
+    with pytest.raises(ConfigError, match="bare has no tokenizer that transformers can read"):
         quantized(bare, tmp_path / "out", "w8a16", measure=True)
     assert left_in(tmp_path) == ["bare"]
 

@@ -44,7 +44,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         out = root / kind
         if not out.exists():
             if kind in FORMATS:
-                quantize_checkpoint(plain, out, FORMATS[kind], None, measure=False, progress=lambda *_: None)
+                quantize_checkpoint(
+                    plain, out, FORMATS[kind], None, calibrate=False, measure=False, progress=lambda *_: None
+                )
             else:
                 copied(plain, out)
                 publish(out, kind, plain=("gate", "embed_tokens", "lm_head"))
@@ -135,7 +137,9 @@ def test_bits_beyond_the_weight_are_refused(suffix: str, tmp_path: Path) -> None
     sizes = {"hidden_size": 100, "intermediate_size": 100, "num_hidden_layers": 2, "head_dim": 24}
     write_random_model("mixtral", tmp_path / "plain", overrides=sizes)
     out = tmp_path / "out"
-    quantize_checkpoint(tmp_path / "plain", out, FORMATS["w4a16-g32-zp"], None, measure=False, progress=lambda *_: None)
+    quantize_checkpoint(
+        tmp_path / "plain", out, FORMATS["w4a16-g32-zp"], None, calibrate=False, measure=False, progress=lambda *_: None
+    )
     read_all(out)
     edit(out, lambda t: t[EXPERT + suffix].view(torch.uint8).select(-1 if "packed" in suffix else 0, -1).fill_(1))
     with pytest.raises(CheckpointError, match=rf"{EXPERT}{suffix} in .* has bits beyond (column|row) 99"):

@@ -9,13 +9,16 @@ from typing import Any
 from moe_runtime.errors import ConfigError
 from moe_runtime.models.demo.output import write_json
 from moe_runtime.models.loader import fingerprint, open_checkpoint
+from moe_runtime.models.quantized.calibration import Calibration
 from moe_runtime.models.quantized.directory import REPORT_NAME, copy_companions, finished_report, new_directory
-from moe_runtime.models.quantized.perplexity import perplexity, text_tokens
+from moe_runtime.models.quantized.perplexity import perplexity
 from moe_runtime.models.quantized.report import Report, read_report
 from moe_runtime.models.quantized.rewrite import Rewrite, write_weights
 from moe_runtime.models.quantized.shards import SHARD_BYTES, ShardWriter
 from moe_runtime.models.quantized.source import PlainSource
+from moe_runtime.models.quantized.texts import text_tokens
 from moe_runtime.models.registry import load_spec
+from moe_runtime.quant.calibrated import can_calibrate
 from moe_runtime.quant.formats import QUANTIZED, Format
 
 ATTENTION_FORMATS = tuple(name for name in QUANTIZED if name.startswith(("w8a16", "w4a16")))
@@ -30,6 +33,7 @@ def quantize_checkpoint(
     form: Format,
     attention: Format | None,
     *,
+    calibrate: bool,
     measure: bool,
     progress: Progress,
     shard_bytes: int = SHARD_BYTES,
@@ -37,8 +41,9 @@ def quantize_checkpoint(
     """Write the checkpoint at `source` to `out` with its experts in `form`, and attention and LM head if asked.
 
     The layout is compressed-tensors'. `out` appears when all is done, or not at all; one that holds the same already is
-    left alone. `measure`: perplexity before and after. Raises ConfigError for formats and directories that will not
-    do and where the system refuses to write, and CheckpointError as the loader does.
+    left alone. `calibrate`: formats that gain by it are rounded with the inputs of a bundled text in view (see
+    quant.calibrated). `measure`: perplexity before and after. Raises ConfigError for formats and directories that will
+    not do and where the system refuses to write, and CheckpointError as the loader does.
     """
     if not form.quantized:
         raise ConfigError(f"--format is {form.name}: expected one of {', '.join(QUANTIZED)}")
@@ -50,6 +55,7 @@ def quantize_checkpoint(
         "fingerprint": f"{fingerprint(source):016x}",
         "format": form.name,
         "attention": attention.name if attention else None,
+        "calibrated": calibrate and any(one is not None and can_calibrate(one) for one in (form, attention)),
     }
     done = finished_report(out, settings)
     if done:
@@ -58,7 +64,8 @@ def quantize_checkpoint(
         with new_directory(Path(os.path.abspath(out))) as model_dir:
             copy_companions(source, model_dir)
             write_json(model_dir / "config.json", rewrite.config())
-            tree = settings | _write(rewrite, model_dir, progress, shard_bytes)
+            calibration = _calibration(source) if settings["calibrated"] else None
+            tree = settings | _write(rewrite, model_dir, calibration, progress, shard_bytes)
             tree["perplexity"] = _measure(source, model_dir, progress) if measure else None
             write_json(model_dir / REPORT_NAME, tree)
     except OSError as error:
@@ -66,11 +73,17 @@ def quantize_checkpoint(
     return read_report(tree)
 
 
-def _write(rewrite: Rewrite, model_dir: Path, progress: Progress, shard_bytes: int) -> dict[str, Any]:
+def _calibration(source: Path) -> Calibration:
+    return Calibration(open_checkpoint(source, load_spec(source)), text_tokens(source, "calibration"))
+
+
+def _write(
+    rewrite: Rewrite, model_dir: Path, calibration: Calibration | None, progress: Progress, shard_bytes: int
+) -> dict[str, Any]:
     """The weights; answers with what the report says of them."""
     plans = {name: plan for item in rewrite.items() for name, plan in item.plans().items()}
     with ShardWriter(model_dir, plans, shard_bytes) as writer:
-        experts, attention = write_weights(rewrite, writer, progress)
+        experts, attention = write_weights(rewrite, writer, calibration, progress)
     open_checkpoint(model_dir, load_spec(model_dir))  # what was written must be what is read
     head = attention.pop(-1, None)
     return {
@@ -89,10 +102,7 @@ def _write(rewrite: Rewrite, model_dir: Path, progress: Progress, shard_bytes: i
 
 
 def _measure(before: Path, after: Path, progress: Progress) -> dict[str, float]:
-    try:
-        tokens_T = text_tokens(before)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{before} has no tokenizer for measuring perplexity (or leave it out): {error}") from error
+    tokens_T = text_tokens(before, "prose")
     measured: dict[str, float] = {"tokens": len(tokens_T)}
     for when, model_dir in (("before", before), ("after", after)):
         told = partial(_tell, progress, f"perplexity {when}")

@@ -49,7 +49,8 @@ def finished_report(out: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
 
 def _told(report: dict[str, Any]) -> str:
     attention = f", attention {report['attention']}" if report.get("attention") else ""
-    return f"{report.get('format')}{attention} of {report.get('source')}"
+    calibrated = ", calibrated" if report.get("calibrated") else ""
+    return f"{report.get('format')}{attention}{calibrated} of {report.get('source')}"
 
 
 def copy_companions(source: Path, model_dir: Path) -> None:

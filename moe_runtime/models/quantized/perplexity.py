@@ -1,11 +1,10 @@
-"""How well a checkpoint predicts a bundled text, by the plain reference forward, layer by layer.
+"""How well a checkpoint predicts a text, by the plain reference forward, layer by layer.
 
 Legend: T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import overload
 
@@ -18,19 +17,9 @@ from moe_runtime.models.reference import reference_logits
 from moe_runtime.models.registry import load_spec
 from moe_runtime.models.weights import AttentionLayerWeights, ExpertWeights
 
-TOKENS = 512
 _DTYPE = torch.float32
 
 Progress = Callable[[float, str], None]
-
-
-def text_tokens(model_dir: Path, most: int = TOKENS) -> Tensor:
-    """The first tokens [T] of the bundled text. Raises OSError or ValueError as transformers does without tokenizer."""
-    from transformers import AutoTokenizer
-
-    text = resources.files("moe_runtime.quant.data").joinpath("prose.txt").read_text(encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    return torch.tensor(tokenizer(text)["input_ids"][:most])
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ class Report(msgspec.Struct, frozen=True):
     fingerprint: str
     format: str
     attention: str | None
+    calibrated: bool
     bytes_before: int
     bytes_after: int
     layers: tuple[LayerError, ...]
@@ -53,6 +54,7 @@ def show(report: Report, console: Console) -> None:
     if report.lm_head is not None:
         table.add_row("LM head", "", _share(report.lm_head))
     title = f"{report.source} as {report.format}" + (f", attention {report.attention}" if report.attention else "")
+    title += ", calibrated" if report.calibrated else ""
     lines = [f"{title}: relative error (norm of the error over norm of the weights)"]
     saved = report.bytes_before / report.bytes_after
     lines.append(f"weights: {_size(report.bytes_before)} -> {_size(report.bytes_after)} ({saved:.2f} times smaller)")

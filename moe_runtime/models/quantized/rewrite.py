@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.models.quantized.calibration import Calibration
 from moe_runtime.models.quantized.shards import ShardWriter, TensorPlan
 from moe_runtime.models.quantized.source import EXPERT_PARTS, PlainSource
 from moe_runtime.models.weight_roles import TensorRole
+from moe_runtime.quant.calibrated import can_calibrate, quantize_calibrated
 from moe_runtime.quant.checkpoints.written import WrittenGroup, quantization_config, scheme_for
 from moe_runtime.quant.formats import Format
 from moe_runtime.quant.quantize import quantize
@@ -99,14 +101,18 @@ class Item:
         parts = self._parts(_shapeless(self.form, *shape))
         return {name: TensorPlan(part.dtype, tuple(part.shape)) for name, part in parts.items()}
 
-    def write(self, writer: ShardWriter) -> Loss:
+    def write(self, writer: ShardWriter, calibration: Calibration | None) -> Loss:
         """Read, quantize and write it. Raises CheckpointError where its numbers are not finite."""
         if self.form is None:
             writer.write(self.name, self.source.read(self.role))
             return Loss()
         weight_NK = self.source.read(self.role).float()
+        factor_KK = calibration.factor(self.role) if calibration and can_calibrate(self.form) else None
         try:
-            quantized = quantize(weight_NK, self.form)
+            if factor_KK is None:
+                quantized = quantize(weight_NK, self.form)
+            else:
+                quantized = quantize_calibrated(weight_NK, factor_KK, self.form)
         except ValueError as error:
             raise CheckpointError(f"tensor {self.name}: {error}") from error
         for name, part in self._parts(quantized).items():
@@ -130,14 +136,16 @@ def _shapeless(form: Format, rows: int, columns: int) -> QuantizedTensor:
 Progress = Callable[[float, str], None]
 
 
-def write_weights(rewrite: Rewrite, writer: ShardWriter, progress: Progress) -> tuple[dict[int, Loss], dict[int, Loss]]:
+def write_weights(
+    rewrite: Rewrite, writer: ShardWriter, calibration: Calibration | None, progress: Progress
+) -> tuple[dict[int, Loss], dict[int, Loss]]:
     """Write every weight: the loss of each layer's experts, and of its attention (under -1 the LM head's)."""
     experts: dict[int, Loss] = {}
     attention: dict[int, Loss] = {}
     items = list(rewrite.items())
     for number, item in enumerate(items):
         progress(number / len(items), f"layer {item.role.layer}" if item.role.layer >= 0 else item.name)
-        loss = item.write(writer)
+        loss = item.write(writer, calibration)
         if item.form:
             losses = experts if item.role.part in EXPERT_PARTS else attention
             losses[item.role.layer] = losses.get(item.role.layer, Loss()) + loss
