@@ -1,10 +1,11 @@
 // From the canonical layout to the one that kernels stream, and back: a permutation, plus zeros where rows or columns
-// are padded. Lane r of a block is its row r. Where number k of that row lies (L: 16-bit lane):
-//   int8                pairs       ((k / 2) * 16 + r) * 2 + k % 2
-//   int8 dynamic        fours       ((k / 4) * 16 + r) * 4 + k % 4, with 128 added
-//   int4, e2m1          nibble (k % 8) / 2 of L = (k / 8) * 32 + 2 * r + k % 2: shifting a vector of L by 0, 4, 8 and
-//                       12 bits gives four vectors of pairs
-//   bf16                pairs, as int8; e4m3, fp16, fp32: k * 16 + r
+// are padded. A row's bytes go in pieces of 1, 2 or 4; piece i of lane r, which is row r of its block, comes to
+// (16 * i + r) * size, so that a vector holds the same columns of sixteen rows. What a piece is:
+//   int8           two columns
+//   int8 dynamic   four columns, each with 128 added
+//   int4, e2m1     eight columns: the even ones' codes, then the odd ones', so that shifting each half by 0, 4, 8 and 12
+//                  bits gives two columns a time
+//   bf16           two columns; e4m3, fp16, fp32: one
 #include <sys/mman.h>
 
 #include <cstring>
@@ -27,53 +28,84 @@ int bits(int32_t values) {
 
 int64_t align(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// One row into or out of its lane; `Copy` moves a number one way or the other.
-template <int kNumber, int kTuple, class Copy>
-void each(int columns, int lane, uint8_t* block, uint8_t* row, Copy copy) {
-  for (int k = 0; k < columns; ++k)
-    copy(block + ((k / kTuple * kLanes + lane) * kTuple + k % kTuple) * kNumber, row + k * kNumber, kNumber);
-}
-
-template <class Copy>
-void each_number(int32_t values, int columns, int lane, uint8_t* block, uint8_t* row, Copy copy) {
+int piece_bytes(int32_t values) {
   switch (values) {
-    case kInt8: return each<1, 2>(columns, lane, block, row, copy);
-        case kBf16: return each<2, 2>(columns, lane, block, row, copy);
-    case kFp16: return each<2, 1>(columns, lane, block, row, copy);
-    case kFp32: return each<4, 1>(columns, lane, block, row, copy);
-    default: return each<1, 1>(columns, lane, block, row, copy);
+    case kE4m3: return 1;
+    case kInt8: case kFp16: return 2;
+    default: return 4;
   }
 }
+
+uint32_t flip(uint32_t bytes) { return bytes ^ 0x80808080; }
 
 uint32_t gather_nibbles(uint32_t bytes) {  // every other one of eight, in the low half
   bytes &= 0x0f0f0f0f;
   bytes = (bytes | bytes >> 4) & 0x00ff00ff;
   return (bytes | bytes >> 8) & 0xffff;
 }
-
 uint32_t scatter_nibbles(uint32_t half) {
   half = (half | half << 8) & 0x00ff00ff;
   return (half | half << 4) & 0x0f0f0f0f;
 }
+uint32_t part_codes(uint32_t bytes) { return gather_nibbles(bytes) | gather_nibbles(bytes >> 4) << 16; }
+uint32_t join_codes(uint32_t word) { return scatter_nibbles(word & 0xffff) | scatter_nibbles(word >> 16) << 4; }
 
-// Eight codes are four canonical bytes and one 32-bit word of a lane. An odd last byte's upper half is kept as well.
-void pack_codes(int columns, int lane, uint8_t* block, const uint8_t* row) {
-  const int stored = (columns + 1) / 2;
-  for (int at = 0; at < stored; at += 4, block += 4 * kLanes) {
-    uint32_t bytes = 0;
-    std::memcpy(&bytes, row + at, stored - at < 4 ? stored - at : 4);
-    const uint32_t word = gather_nibbles(bytes) | gather_nibbles(bytes >> 4) << 16;
-    std::memcpy(block + 4 * lane, &word, 4);
-  }
+// One row into its lane, or out of it.
+template <int kBytes>
+void scatter(const uint8_t* row, int64_t bytes, uint8_t* lane) {
+  int64_t at = 0;
+  for (; at + kBytes <= bytes; at += kBytes) std::memcpy(lane + at * kLanes, row + at, kBytes);
+  if (at < bytes) std::memcpy(lane + at * kLanes, row + at, bytes - at);
+}
+template <int kBytes>
+void gather(const uint8_t* lane, int64_t bytes, uint8_t* row) {
+  int64_t at = 0;
+  for (; at + kBytes <= bytes; at += kBytes) std::memcpy(row + at, lane + at * kLanes, kBytes);
+  if (at < bytes) std::memcpy(row + at, lane + at * kLanes, bytes - at);
 }
 
-void unpack_codes(int columns, int lane, const uint8_t* block, uint8_t* row) {
-  const int stored = (columns + 1) / 2;
-  for (int at = 0; at < stored; at += 4, block += 4 * kLanes) {
-    uint32_t word;
-    std::memcpy(&word, block + 4 * lane, 4);
-    const uint32_t bytes = scatter_nibbles(word & 0xffff) | scatter_nibbles(word >> 16) << 4;
-    std::memcpy(row + at, &bytes, stored - at < 4 ? stored - at : 4);
+// Pieces of four bytes that change on the way. What lies behind an odd last code is kept as well.
+template <uint32_t (*kChange)(uint32_t)>
+void scatter_changed(const uint8_t* row, int64_t bytes, uint8_t* lane) {
+  const auto move = [&](int64_t at, int64_t size) {
+    uint32_t piece = 0;
+    std::memcpy(&piece, row + at, size);
+    piece = kChange(piece);
+    std::memcpy(lane + at * kLanes, &piece, 4);
+  };
+  int64_t at = 0;
+  for (; at + 4 <= bytes; at += 4) move(at, 4);
+  if (at < bytes) move(at, bytes - at);
+}
+template <uint32_t (*kChange)(uint32_t)>
+void gather_changed(const uint8_t* lane, int64_t bytes, uint8_t* row) {
+  const auto move = [&](int64_t at, int64_t size) {
+    uint32_t piece;
+    std::memcpy(&piece, lane + at * kLanes, 4);
+    piece = kChange(piece);
+    std::memcpy(row + at, &piece, size);
+  };
+  int64_t at = 0;
+  for (; at + 4 <= bytes; at += 4) move(at, 4);
+  if (at < bytes) move(at, bytes - at);
+}
+
+void row_in(int32_t values, const uint8_t* row, int64_t bytes, uint8_t* lane) {
+  switch (values) {
+    case kInt8Dynamic: return scatter_changed<flip>(row, bytes, lane);
+    case kInt4: case kE2m1: return scatter_changed<part_codes>(row, bytes, lane);
+    case kE4m3: return scatter<1>(row, bytes, lane);
+    case kInt8: case kFp16: return scatter<2>(row, bytes, lane);
+    default: return scatter<4>(row, bytes, lane);
+  }
+}
+void row_out(int32_t values, const uint8_t* lane, int64_t bytes, uint8_t* row) {
+  switch (values) {
+    case kInt8Dynamic: return gather_changed<flip>(lane, bytes, row);
+    case kInt4: case kE2m1: return gather_changed<join_codes>(lane, bytes, row);
+    case kE4m3: return gather<1>(lane, bytes, row);
+    case kInt8: case kFp16: return gather<2>(lane, bytes, row);
+    default: return gather<4>(lane, bytes, row);
   }
 }
 
@@ -86,6 +118,9 @@ Place place(const MoeMatrix& m, int row) {
   const int part = row / m.rows, within = row % m.rows;
   return {int64_t{within / kLanes} * (1 + m.gated) + part, within % kLanes};
 }
+
+// Where the canonical scales have the one of a row's group; several rows may share it.
+int64_t scale_of(const MoeMatrix& m, int row, int group) { return int64_t{row / m.group_rows} * m.groups + group; }
 
 int64_t row_bytes(const MoeMatrix& m) { return (int64_t{m.columns} * bits(m.values) + 7) / 8; }
 
@@ -116,22 +151,15 @@ MOE_API int32_t moe_plan(MoeMatrix* matrix) {
 MOE_API void moe_pack(const MoeMatrix* matrix, uint8_t* record, const uint8_t* values, const uint8_t* scales,
                       const uint8_t* zeros) {
   const MoeMatrix& m = *matrix;
-  const int size = number_bytes(m.scales);
-  auto in = [](uint8_t* block, const uint8_t* row, int bytes) { std::memcpy(block, row, bytes); };
-  auto in_biased = [](uint8_t* block, const uint8_t* row, int) { *block = *row ^ 0x80; };
+  const int size = number_bytes(m.scales), piece = piece_bytes(m.values);
   std::memset(record, 0, m.bytes);
   for (int row = 0; row < m.rows * (1 + m.gated); ++row) {
     const auto [block, lane] = place(m, row);
-    uint8_t* to = record + block * m.block_bytes;
-    const uint8_t* from = values + row * row_bytes(m);
-    if (bits(m.values) == 4) pack_codes(m.columns, lane, to, from);
-    else if (m.values == kInt8Dynamic) each<1, 4>(m.columns, lane, to, const_cast<uint8_t*>(from), in_biased);
-    else each_number(m.values, m.columns, lane, to, const_cast<uint8_t*>(from), in);
+    row_in(m.values, values + row * row_bytes(m), row_bytes(m), record + block * m.block_bytes + lane * piece);
     for (int group = 0; group < m.groups; ++group) {
-      const int64_t at = (block * m.groups + group) * kLanes + lane;
-      std::memcpy(record + m.scales_at + at * size, scales + (int64_t{row / m.group_rows} * m.groups + group) * size,
-                  size);
-      if (m.zero_points) record[m.zeros_at + at] = zeros[int64_t{row} * m.groups + group];
+      const int64_t to = (block * m.groups + group) * kLanes + lane, from = scale_of(m, row, group);
+      std::memcpy(record + m.scales_at + to * size, scales + from * size, size);
+      if (m.zero_points) record[m.zeros_at + to] = zeros[from];
     }
   }
 }
@@ -139,21 +167,14 @@ MOE_API void moe_pack(const MoeMatrix* matrix, uint8_t* record, const uint8_t* v
 MOE_API void moe_unpack(const MoeMatrix* matrix, const uint8_t* record, uint8_t* values, uint8_t* scales,
                         uint8_t* zeros) {
   const MoeMatrix& m = *matrix;
-  const int size = number_bytes(m.scales);
-  auto out = [](const uint8_t* block, uint8_t* row, int bytes) { std::memcpy(row, block, bytes); };
-  auto out_biased = [](const uint8_t* block, uint8_t* row, int) { *row = *block ^ 0x80; };
+  const int size = number_bytes(m.scales), piece = piece_bytes(m.values);
   for (int row = 0; row < m.rows * (1 + m.gated); ++row) {
     const auto [block, lane] = place(m, row);
-    const uint8_t* from = record + block * m.block_bytes;
-    uint8_t* to = values + row * row_bytes(m);
-    if (bits(m.values) == 4) unpack_codes(m.columns, lane, from, to);
-    else if (m.values == kInt8Dynamic) each<1, 4>(m.columns, lane, const_cast<uint8_t*>(from), to, out_biased);
-    else each_number(m.values, m.columns, lane, const_cast<uint8_t*>(from), to, out);
+    row_out(m.values, record + block * m.block_bytes + lane * piece, row_bytes(m), values + row * row_bytes(m));
     for (int group = 0; group < m.groups; ++group) {
-      const int64_t at = (block * m.groups + group) * kLanes + lane;
-      std::memcpy(scales + (int64_t{row / m.group_rows} * m.groups + group) * size, record + m.scales_at + at * size,
-                  size);
-      if (m.zero_points) zeros[int64_t{row} * m.groups + group] = record[m.zeros_at + at];
+      const int64_t from = (block * m.groups + group) * kLanes + lane, to = scale_of(m, row, group);
+      std::memcpy(scales + to * size, record + m.scales_at + from * size, size);
+      if (m.zero_points) zeros[to] = record[m.zeros_at + from];
     }
   }
 }
