@@ -149,9 +149,13 @@ def products(options: argparse.Namespace) -> Iterator[tuple[Product, int]]:
         if options.experts:
             yield Product(form, "gate_up", options.experts, options.intermediate, options.hidden), options.picks
             yield Product(form, "down", options.experts, options.hidden, options.intermediate), options.picks
-        for size in options.linear:
-            rows, columns = (int(number) for number in size.split("x"))
+        for rows, columns in options.linear:
             yield Product(form, "linear", 1, rows, columns), 1
+
+
+def matrix(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns)
 
 
 def main() -> None:
@@ -159,10 +163,13 @@ def main() -> None:
     for name in ("experts", "hidden", "intermediate", "picks"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--formats", nargs="+", default=["bfloat16"], help=f"of {', '.join(FORMATS)}")
-    parser.add_argument("--linear", nargs="*", default=[], help="ROWSxCOLUMNS of linear layers")
+    parser.add_argument("--linear", nargs="*", type=matrix, default=[], help="ROWSxCOLUMNS of linear layers")
     parser.add_argument("--minutes", type=float, default=10.0, help="stop measuring then; what was found is written")
     parser.add_argument("--out", type=Path, help="the table (default: the one that is read on this GPU)")
     options = parser.parse_args()
+    layer = (options.experts, options.hidden, options.intermediate, options.picks)
+    if (any(layer) and not all(layer)) or not (any(layer) or options.linear):
+        parser.error("expected --experts, --hidden, --intermediate and --picks together, or --linear")
     if not torch.cuda.is_available():
         parser.error("there is no GPU here to measure on")
     device = torch.device("cuda")
