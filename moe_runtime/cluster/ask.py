@@ -11,15 +11,18 @@ from moe_runtime.errors import RequestError
 
 
 class Answer:
-    """The conversation with the server at `url`; timeout_s bounds each read."""
+    """The conversation with the server at `url`; timeout_s bounds each read. key: an API key, where it wants one."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         address = urlsplit(url)
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._connection = HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
 
     def model(self) -> str:
         """The name under which the server serves its model."""
-        self._connection.request("GET", "/v1/models")
+        self._connection.request("GET", "/v1/models", headers=self._headers)
         return str(json.loads(_body(self._connection.getresponse()))["data"][0]["id"])
 
     def stream(self, model: str, question: str) -> Iterator[str]:
@@ -28,8 +31,7 @@ class Answer:
         Raises RequestError when the server refuses or fails, OSError or HTTPException when it is gone.
         """
         body = {"model": model, "messages": [{"role": "user", "content": question}], "stream": True, "temperature": 0}
-        headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
         response = self._connection.getresponse()
         if response.status != 200:
             _body(response)
@@ -42,16 +44,17 @@ class Answer:
 class AnswerPrinter(threading.Thread):
     """Prints one answer to stdout while the launcher goes on watching; afterwards `error` is None if it came whole."""
 
-    def __init__(self, url: str, question: str, timeout_s: float) -> None:
+    def __init__(self, url: str, question: str, timeout_s: float, key: str | None = None) -> None:
         super().__init__(name="ask", daemon=True)
         self.url = url
         self.model = ""
         self.error: str | None = "the answer did not come whole"
         self._question = question
         self._timeout_s = timeout_s
+        self._key = key
 
     def run(self) -> None:
-        answer = Answer(self.url, self._timeout_s)
+        answer = Answer(self.url, self._timeout_s, self._key)
         try:
             self.model = answer.model()
             for text in answer.stream(self.model, self._question):

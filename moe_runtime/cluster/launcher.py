@@ -1,6 +1,7 @@
 """`moe-runtime launch`: one cluster from a configuration, from start to end, with nothing left behind."""
 
 import contextlib
+import os
 import shutil
 import socket
 import tempfile
@@ -13,6 +14,7 @@ import msgspec
 from rich.console import Console
 
 from eplb import round_robin
+from moe_runtime.api_keys import read_keys
 from moe_runtime.cluster.ask import AnswerPrinter
 from moe_runtime.cluster.controller import Controller
 from moe_runtime.cluster.cores import available_cores, core_ids
@@ -108,12 +110,13 @@ def _work(cluster: RunningCluster, url: str, config: Config, options: LaunchOpti
     """Answer, or serve until a signal raises StopRequested; returns what went wrong with an answer."""
     question = options.ask or options.greet
     if question:
-        printer = AnswerPrinter(url, question, config.exchange.reply_timeout_s)
+        keys = read_keys(config.gateway.api_key_file, os.environ)
+        printer = AnswerPrinter(url, question, config.exchange.reply_timeout_s, next(iter(keys), None))
         printer.start()
         cluster.watch(lambda: not printer.is_alive())
         if printer.error or options.ask:
             return printer.error
-        print(greeting(url, printer.model), flush=True)
+        print(greeting(url, printer.model, bool(keys)), flush=True)
     cluster.watch(lambda: False)
     return None
 

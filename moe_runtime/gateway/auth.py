@@ -1,21 +1,17 @@
-"""API keys: where they come from, and the check that no request passes without one."""
+"""API keys: the check that no request passes without one."""
 
 import hmac
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_runtime.errors import ConfigError
+from moe_runtime.api_keys import read_keys
 from moe_runtime.gateway.error_answers import error_answer
 from moe_runtime.gateway.errors import ApiError
 
-VARIABLE = "MOE_RUNTIME_API_KEYS"
 # What tells nobody anything about a model or a text, and what probes and scrapers ask for. All else needs a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
-_KEY = re.compile(r"[!-~]{1,512}")
 
 
 class ApiKeys:
@@ -34,42 +30,9 @@ class ApiKeys:
 
 
 def load_keys(key_file: str | None, environment: Mapping[str, str]) -> ApiKeys | None:
-    """The keys of the file (gateway.api_key_file) and of the environment; None if neither is given.
-
-    Raises ConfigError for a place that is named but has no key, and never shows one.
-    """
-    keys = [*_from_file(key_file), *_from_environment(environment)]
+    """The keys of the file (gateway.api_key_file) and of the environment; None if neither is given. See read_keys."""
+    keys = read_keys(key_file, environment)
     return ApiKeys(keys) if keys else None
-
-
-def _from_file(key_file: str | None) -> Sequence[str]:
-    if key_file is None:
-        return ()
-    place = f"gateway.api_key_file {key_file!r}"
-    try:
-        lines = Path(key_file).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{place} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{place} is not UTF-8 text") from error
-    entries = {f"line {number}": line.strip() for number, line in enumerate(lines, 1)}
-    return _checked({name: text for name, text in entries.items() if text and not text.startswith("#")}, place)
-
-
-def _from_environment(environment: Mapping[str, str]) -> Sequence[str]:
-    if VARIABLE not in environment:
-        return ()
-    entries = {f"entry {number}": text.strip() for number, text in enumerate(environment[VARIABLE].split(","), 1)}
-    return _checked({name: text for name, text in entries.items() if text}, f"the environment's {VARIABLE}")
-
-
-def _checked(entries: Mapping[str, str], place: str) -> Sequence[str]:
-    for name, key in entries.items():
-        if not _KEY.fullmatch(key):
-            raise ConfigError(f"{place}: {name} is no key: expected 1 to 512 printable ASCII characters, no spaces")
-    if not entries:
-        raise ConfigError(f"{place} holds no key; leave it out to serve without keys")
-    return tuple(entries.values())
 
 
 class RequireKey:

@@ -12,7 +12,7 @@ from own_gateway import fatal_message, gateway
 from raw_http import Connection, exchange
 
 from moe_runtime.cli import run
-from moe_runtime.gateway.auth import VARIABLE
+from moe_runtime.api_keys import VARIABLE
 
 FILE_KEYS = ("file-key-one", "sk-~!@#$%^&*()_+=")
 ENVIRONMENT_KEYS = ("environment-key-one", "environment-key-two")

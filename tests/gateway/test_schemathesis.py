@@ -8,7 +8,7 @@ import httpx
 from fake_controller import last_samples, make_config, wait_until
 from own_gateway import gateway
 
-from moe_runtime.gateway.auth import VARIABLE
+from moe_runtime.api_keys import VARIABLE
 
 KEY = "a-key-for-schemathesis"
 EXAMPLES = 20
