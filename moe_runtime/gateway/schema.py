@@ -21,6 +21,7 @@ from moe_runtime.gateway.parameter_types import (
 
 MAX_MESSAGES = 4096
 MAX_CHOICES = 256
+MAX_ALLOWED = 2**20
 
 # Values that ask for nothing. Where a number has its neutral value, sending it changes no text.
 _NOT_YET: Mapping[str, tuple[object, ...]] = {
@@ -91,6 +92,11 @@ class GenerationRequest(RequestModel):
         return self.max_tokens
 
     @property
+    def choices(self) -> int:
+        """How many texts are asked for."""
+        return self.n
+
+    @property
     def scored(self) -> int | None:
         """How many of the best tokens to report with each one; None for no scores at all."""
         raise NotImplementedError
@@ -116,6 +122,10 @@ class GenerationRequest(RequestModel):
             raise field_error("prompt_logprobs", "only an answer that is not streamed can show them")
         if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
             raise field_error("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_new_tokens}")
+        # Every choice is sent to its node with ids of its own.
+        if len(self.allowed_token_ids or ()) * self.choices > MAX_ALLOWED:
+            counts = f"{len(self.allowed_token_ids or ())} ids in each of {self.choices} choices"
+            raise field_error("allowed_token_ids", f"{counts} are more than the {MAX_ALLOWED} allowed in a request")
         return self
 
 
@@ -130,6 +140,10 @@ class CompletionRequest(GenerationRequest):
     logprobs: LogprobCount | None = None
 
     @property
+    def choices(self) -> int:
+        return len(self.prompt) * self.n
+
+    @property
     def scored(self) -> int | None:
         return self.logprobs
 
@@ -141,7 +155,7 @@ class CompletionRequest(GenerationRequest):
     def _check_completion(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "must be at least 1, or 0 with echo: true")
-        if len(self.prompt) * self.n > MAX_CHOICES:
+        if self.choices > MAX_CHOICES:
             counts = f"{len(self.prompt)} prompts with {self.n} choices each"
             raise field_error("n", f"{counts} are more than the {MAX_CHOICES} choices that one request may ask for")
         return self

@@ -333,3 +333,10 @@ def test_one_failed_prompt_of_several_frees_the_others(cluster: Cluster) -> None
     response = cluster.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert response.status_code == 400
     wait_until(lambda: len(cluster.aborted) == 2, "the other two to be aborted")
+
+
+def test_allowed_ids_times_choices_are_bounded(cluster: Cluster) -> None:
+    """Each choice carries the ids to its node: a small body must not become gigabytes of messages."""
+    body = {"prompt": ["x"] * 128, "n": 2, "allowed_token_ids": list(range(5000)), "max_tokens": 1}
+    error = refused(cluster, "/v1/completions", body)
+    assert error["param"] == "allowed_token_ids" and "256 choices" in error["message"]
