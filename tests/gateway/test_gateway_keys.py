@@ -11,8 +11,8 @@ from fake_engine import FakeEngine
 from own_gateway import fatal_message, gateway
 from raw_http import Connection, exchange
 
-from moe_runtime.cli import run
 from moe_runtime.api_keys import VARIABLE
+from moe_runtime.cli import run
 
 FILE_KEYS = ("file-key-one", "sk-~!@#$%^&*()_+=")
 ENVIRONMENT_KEYS = ("environment-key-one", "environment-key-two")
