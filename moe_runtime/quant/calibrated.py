@@ -18,7 +18,7 @@ from moe_runtime.quant.quantize import group_codes, group_scales
 from moe_runtime.quant.tensor import QuantizedTensor, float_scales
 
 # What is added to the inputs' second moments, as a share of their mean: inputs that the text did not show.
-_DAMPING = 0.3
+_DAMPING = 0.1
 
 
 def can_calibrate(form: Format) -> bool:

@@ -100,18 +100,15 @@ def _symmetric(x_RCS: Tensor, form: Format) -> Tensor:
 def _asymmetric(x_RCS: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Scales and zero points as floats [..., R, C, 1]; the range always holds 0, so that a zero weight stays zero."""
     low_RC1 = x_RCS.amin(-1, keepdim=True).clamp(max=0)
-    high_RC1 = x_RCS.amax(-1, keepdim=True).clamp(min=0)
-
-    def zeros(scales_RC1: Tensor) -> Tensor:
-        return (-low_RC1 / scales_RC1.float()).round().clamp(0, 15)
+    range_RC1 = x_RCS.amax(-1, keepdim=True).clamp(min=0) - low_RC1
+    # Clipping takes the same share of both ends, so the zero point stays where it is.
+    zeros_RC1 = (-15 * low_RC1 / range_RC1.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(0, 15)
 
     def error(scales_RC1: Tensor) -> Tensor:
-        zeros_RC1 = zeros(scales_RC1)
         back_RCS = _asymmetric_codes(x_RCS, scales_RC1, zeros_RC1).sub_(zeros_RC1).mul_(scales_RC1.float())
         return torch.linalg.vector_norm(back_RCS.sub_(x_RCS), dim=-1, keepdim=True)
 
-    scales_RC1 = _best([_stored((high_RC1 - low_RC1) / 15 * clip, form) for clip in _CLIPS], error)
-    return scales_RC1, zeros(scales_RC1)
+    return _best([_stored(range_RC1 / 15 * clip, form) for clip in _CLIPS], error), zeros_RC1
 
 
 def _asymmetric_codes(x_RCS: Tensor, scales_RC1: Tensor, zeros_RC1: Tensor) -> Tensor:
