@@ -9,25 +9,14 @@ from ffn_nodes.service import FfnService
 from moe_runtime.cluster.controller_client import ControllerClient
 from moe_runtime.cluster.node_main import NodeContext, run_node
 from moe_runtime.cluster.process import yield_to_others
-from moe_runtime.models.expert_layers import load_expert_layers
+from moe_runtime.models.expert_layers import ExpertLayer, load_expert_layers
 from moe_runtime.models.loader import open_checkpoint
 from moe_runtime.transport.listener import LinkListener
 
 
 def serve(node: NodeContext, controller: ControllerClient) -> None:
     yield_to_others()
-    checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
-    index = node.placement.nodes.index(node.name)
-    layers = load_expert_layers(
-        checkpoint,
-        node.spec,
-        node.placement,
-        index,
-        node.dtype,
-        node.device,
-        controller.progress,
-        node.config.model.quant,
-    )
+    layers = _load(node, controller)
     exchange = node.config.exchange
     server = ExpertServer(
         node.spec,
@@ -46,6 +35,20 @@ def serve(node: NodeContext, controller: ControllerClient) -> None:
         FfnService(node.config, server, listener, controller).run()
     finally:
         listener.close()
+
+
+def _load(node: NodeContext, controller: ControllerClient) -> tuple[ExpertLayer, ...]:
+    """This node's experts; the checkpoint's files are closed afterwards."""
+    return load_expert_layers(
+        open_checkpoint(Path(node.welcome.model_dir), node.spec),
+        node.spec,
+        node.placement,
+        node.placement.nodes.index(node.name),
+        node.dtype,
+        node.device,
+        controller.progress,
+        node.config.model.quant,
+    )
 
 
 if __name__ == "__main__":
