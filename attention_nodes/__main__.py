@@ -31,9 +31,11 @@ from moe_runtime.transport.connect import connect
 
 def serve(node: NodeContext, controller: ControllerClient) -> None:
     checkpoint = open_checkpoint(Path(node.welcome.model_dir), node.spec)
-    weights = pack_attention(checkpoint.attention_weights(node.dtype, controller.progress, node.config.model.attention_quant))
+    quant = node.config.model.attention_quant
+    weights = pack_attention(checkpoint.attention_weights(node.dtype, controller.progress, quant))
     links = _connect(node, controller.wait_peers().ffn) if node.config.cluster.ffn_nodes else {}
     experts = _experts(node, checkpoint, links, controller)
+    del checkpoint  # with its mapped files
     # Experts in this process leave nothing to overlap.
     lanes = node.config.exchange.lanes if links else 1
     pool = _pool(node, lanes)

@@ -67,7 +67,7 @@ def library() -> ctypes.CDLL | None:
     """The library, None where it was not built; says so once."""
     spec = find_spec("moe_runtime.kernels.native._kernels")
     if spec is None or spec.origin is None:
-        _LOG.warning("the C++ kernels were not built (pip install had no C++ compiler?): quantized weights will be slow")
+        _LOG.warning("the C++ kernels were not built (no C++ compiler at install?): quantized weights will be slow")
         return None
     try:
         found = ctypes.CDLL(spec.origin)
