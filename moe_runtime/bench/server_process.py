@@ -24,13 +24,15 @@ class RunningServer:
 
 @contextmanager
 def running_server(config: Path, overrides: Sequence[str] = (), startup_s: float = 600.0) -> Iterator[RunningServer]:
-    """Yield a cluster that is stopped afterwards; RuntimeError with its output if it never starts."""
+    """Yield a cluster that is stopped afterwards; RuntimeError with its output if it never starts or ends by itself."""
     command = [sys.executable, "-m", "moe_runtime", "launch", str(config), "--port", "0"]
     for override in overrides:
         command += ["--set", override]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         yield RunningServer(_wait_ready(process, startup_s), process.pid)
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended by itself:\n{_rest_of_output(process)}")
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -38,6 +40,11 @@ def running_server(config: Path, overrides: Sequence[str] = (), startup_s: float
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _rest_of_output(process: "subprocess.Popen[bytes]") -> str:
+    assert process.stdout is not None
+    return process.stdout.read().decode(errors="replace")
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", startup_s: float) -> str:
