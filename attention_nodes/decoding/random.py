@@ -7,8 +7,6 @@ The mixing function is SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittab
 Legend: P sampled rows, C candidates.
 """
 
-import math
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,8 +17,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 # With 53 bits the largest uniform, half a step below 1, would round to 1 and its Gumbel draw to infinity.
 _BITS = 52
-# Largest difference of two Gumbel draws from 52-bit uniforms: candidates further than this below the best never win.
-GUMBEL_SPAN = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1)))) + math.log((_BITS + 1) * math.log(2))
 
 
 def stream_key(seed: int) -> int:
@@ -39,7 +35,7 @@ def draw_key(seed: int, position: int) -> int:
 
 
 def gumbel(keys_C: Tensor, token_ids_C: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64 [C], for (key, token id) pairs of int64."""
+    """Standard Gumbel noise, float64, for (key, id) pairs of int64, which are broadcast against each other."""
     x = keys_C + (token_ids_C + 1) * _signed(_GOLDEN)
     for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
         x = (x ^ _shift_right(x, shift)) * _signed(factor)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attention_nodes.decoding.random import draw_key, gumbel
+from attention_nodes.decoding.draw import grouped, noisy_groups, noisy_members
+from attention_nodes.decoding.random import draw_key
 from moe_runtime.models.demo import build_dense_model, default_dense_dir
 from tests.cluster.reference import prompts
 
@@ -30,7 +31,7 @@ def sampling_options() -> list[dict[str, float | int]]:
 
 
 def is_near_boundary(model_dir: Path, prompt: str, options: Mapping[str, float | int], one: str, other: str) -> bool:
-    """Whether, where the texts part, the two best noisy logits are within BOUNDARY of each other.
+    """Whether, where the texts part, the two best groups or tokens of the draw are within BOUNDARY of each other.
 
     Judged by the dense model that the demo model was made from, which computes the same function.
     """
@@ -41,7 +42,9 @@ def is_near_boundary(model_dir: Path, prompt: str, options: Mapping[str, float |
     common = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))]
     with torch.inference_mode():
         logits_V = model(torch.tensor([common])).logits[0, -1] / options["temperature"]
-    keys_V = torch.full((len(logits_V),), draw_key(int(options["seed"]), len(common)))
-    noisy_V = logits_V.double() + gumbel(keys_V, torch.arange(len(logits_V)))
-    best, second = noisy_V.topk(2).values.tolist()
-    return best - second < BOUNDARY
+    key_1 = torch.tensor([draw_key(int(options["seed"]), len(common))])
+    weights_1GM = grouped((logits_V - logits_V.max()).exp()[None])
+    groups_G = noisy_groups(weights_1GM, key_1)[0]
+    group_1 = groups_G.argmax(keepdim=True)
+    members_M = noisy_members(weights_1GM[0, group_1], group_1, key_1)[0]
+    return any(float(best - second) < BOUNDARY for best, second in (groups_G.topk(2).values, members_M.topk(2).values))
