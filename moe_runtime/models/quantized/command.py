@@ -64,8 +64,8 @@ def quantize_checkpoint(
         with new_directory(Path(os.path.abspath(out))) as model_dir:
             copy_companions(source, model_dir)
             write_json(model_dir / "config.json", rewrite.config())
-            calibration = _calibration(source) if settings["calibrated"] else None
-            tree = settings | _write(rewrite, model_dir, calibration, progress, shard_bytes)
+            calibrate_on = source if settings["calibrated"] else None
+            tree = settings | _write(rewrite, model_dir, calibrate_on, progress, shard_bytes)
             tree["perplexity"] = _measure(source, model_dir, progress) if measure else None
             write_json(model_dir / REPORT_NAME, tree)
     except OSError as error:
@@ -73,15 +73,12 @@ def quantize_checkpoint(
     return read_report(tree)
 
 
-def _calibration(source: Path) -> Calibration:
-    return Calibration(open_checkpoint(source, load_spec(source)), text_tokens(source, "calibration"))
-
-
 def _write(
-    rewrite: Rewrite, model_dir: Path, calibration: Calibration | None, progress: Progress, shard_bytes: int
+    rewrite: Rewrite, model_dir: Path, calibrate_on: Path | None, progress: Progress, shard_bytes: int
 ) -> dict[str, Any]:
     """The weights; answers with what the report says of them."""
     plans = {name: plan for item in rewrite.items() for name, plan in item.plans().items()}
+    calibration = _calibration(calibrate_on) if calibrate_on else None
     with ShardWriter(model_dir, plans, shard_bytes) as writer:
         experts, attention = write_weights(rewrite, writer, calibration, progress)
     open_checkpoint(model_dir, load_spec(model_dir))  # what was written must be what is read
@@ -99,6 +96,10 @@ def _write(
         ],
         "lm_head": head.relative if head else None,
     }
+
+
+def _calibration(source: Path) -> Calibration:
+    return Calibration(open_checkpoint(source, load_spec(source)), text_tokens(source, "calibration"))
 
 
 def _measure(before: Path, after: Path, progress: Progress) -> dict[str, float]:
