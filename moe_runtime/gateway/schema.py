@@ -258,4 +258,7 @@ class ChatRequest(Conversation, GenerationRequest):
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs: true")
+        if self.max_tokens not in (None, self.max_new_tokens):
+            both = f"{self.max_tokens} differs from max_completion_tokens, {self.max_completion_tokens}"
+            raise field_error("max_tokens", f"{both}: give one of them")
         return self

@@ -340,3 +340,11 @@ def test_allowed_ids_times_choices_are_bounded(cluster: Cluster) -> None:
     body = {"prompt": ["x"] * 128, "n": 2, "allowed_token_ids": list(range(5000)), "max_tokens": 1}
     error = refused(cluster, "/v1/completions", body)
     assert error["param"] == "allowed_token_ids" and "256 choices" in error["message"]
+
+
+def test_two_names_of_one_limit_must_agree(cluster: Cluster) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 2}
+    error = refused(cluster, "/v1/chat/completions", body)
+    assert error["param"] == "max_tokens" and "max_completion_tokens" in error["message"]
+    answer = cluster.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})
+    assert answer.json()["usage"]["completion_tokens"] == 2
