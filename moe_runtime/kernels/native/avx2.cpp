@@ -10,7 +10,7 @@
 namespace {
 
 constexpr const char* kName = "avx2";
-constexpr int kPanelRows = 6, kTileRows = 6, kTileBlocks = 1;
+constexpr int kPanelRows = 6, kInt4Rows = 2, kTileRows = 6, kTileBlocks = 1;
 constexpr bool kBiasedBytes = false;
 
 struct F32 { __m256 lo, hi; };
@@ -29,6 +29,13 @@ INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo),
 INLINE F32 mul(F32 a, F32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 INLINE F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
 INLINE I32 add(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+INLINE I32 subtract(I32 a, I32 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+INLINE I32 mul(I32 a, I32 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+INLINE I32 shift_right(I32 x, int bits) { return {_mm256_srai_epi32(x.lo, bits), _mm256_srai_epi32(x.hi, bits)}; }
+INLINE __m256i ints8(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+INLINE I32 bytes_to_ints(const uint8_t* p) { return {ints8(p), ints8(p + 8)}; }
 INLINE I32 load_i(const void* p) { return {load256(p), load256(static_cast<const char*>(p) + 32)}; }
 INLINE I32 set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 
@@ -82,8 +89,16 @@ struct CodeTable {
     two(_mm256_srli_epi16(codes.hi, 4), w[1].hi, w[3].hi);
   }
 };
+INLINE void part_codes(const uint8_t* p, W16 (&w)[4]) {
+  const I32 low = load_i(p), high = {_mm256_srli_epi16(low.lo, 8), _mm256_srli_epi16(low.hi, 8)};
+  const __m256i even = _mm256_set1_epi16(0x000f), odd = _mm256_set1_epi16(0x00f0);
+  w[0] = {_mm256_and_si256(low.lo, even), _mm256_and_si256(low.hi, even)};
+  w[1] = {_mm256_and_si256(low.lo, odd), _mm256_and_si256(low.hi, odd)};
+  w[2] = {_mm256_and_si256(high.lo, even), _mm256_and_si256(high.hi, even)};
+  w[3] = {_mm256_and_si256(high.lo, odd), _mm256_and_si256(high.hi, odd)};
+}
 INLINE __m256i both8(const uint8_t* p) {
-  const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i x = ints8(p);
   return _mm256_or_si256(x, _mm256_slli_epi32(x, 16));
 }
 INLINE W16 both(const uint8_t* p) { return {both8(p), both8(p + 8)}; }
@@ -95,8 +110,7 @@ INLINE __m256 bf16_8(const uint8_t* p) {
 INLINE F32 from_bf16(const uint8_t* p) { return {bf16_8(p), bf16_8(p + 16)}; }
 INLINE F32 from_fp16(const uint8_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 16))}; }
 INLINE __m256 e8m0_8(const uint8_t* p) {  // 2^-127 is no normal number
-  const __m256i x =
-      _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 23);
+  const __m256i x = _mm256_slli_epi32(ints8(p), 23);
   return _mm256_castsi256_ps(_mm256_max_epu32(x, _mm256_set1_epi32(0x00400000)));
 }
 INLINE F32 from_e8m0(const uint8_t* p) { return {e8m0_8(p), e8m0_8(p + 8)}; }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kName = "avx512";
 // 12 whole-number and 12 float sums leave eight registers: 12 rows of a block, or, with fewer loads, 6 of two.
-constexpr int kPanelRows = 12, kTileRows = 6, kTileBlocks = 2;
+constexpr int kPanelRows = 12, kInt4Rows = 8, kTileRows = 6, kTileBlocks = 2;
 constexpr bool kBiasedBytes = true;  // vpdpbusd multiplies unsigned by signed
 
 using F32 = __m512;
@@ -28,6 +28,10 @@ INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
 INLINE F32 to_float(I32 x) { return _mm512_cvtepi32_ps(x); }
 INLINE I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+INLINE I32 subtract(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
+INLINE I32 mul(I32 a, I32 b) { return _mm512_mullo_epi32(a, b); }
+INLINE I32 shift_right(I32 x, int bits) { return _mm512_srai_epi32(x, bits); }
+INLINE I32 bytes_to_ints(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE I32 load_i(const void* p) { return _mm512_loadu_si512(p); }
 INLINE I32 set1_i(int32_t x) { return _mm512_set1_epi32(x); }
 
@@ -64,6 +68,12 @@ struct CodeTable {
     w[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), words);
   }
 };
+INLINE void part_codes(const uint8_t* p, W16 (&w)[4]) {
+  const __m512i low = _mm512_loadu_si512(p), high = _mm512_srli_epi16(low, 8);
+  const __m512i even = _mm512_set1_epi16(0x000f), odd = _mm512_set1_epi16(0x00f0);
+  w[0] = _mm512_and_si512(low, even), w[1] = _mm512_and_si512(low, odd);
+  w[2] = _mm512_and_si512(high, even), w[3] = _mm512_and_si512(high, odd);
+}
 INLINE W16 both(const uint8_t* p) {  // 16 bytes, each in both halves of its lane
   const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));

@@ -12,7 +12,6 @@ namespace {
 
 // Weights that several panels share are widened once, this many columns at a time: 16 KB of the first-level cache.
 constexpr int kTileColumns16 = 512 / kTileBlocks, kTileColumnsFloat = 256 / kTileBlocks;
-constexpr int kAhead = 1024;  // bytes that a stream of weights is asked for in advance
 
 constexpr int8_t kSigned4[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int8_t kUnsigned4[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -46,6 +45,13 @@ INLINE F32 scales_of(const Pass& p, int span) {
   }
 }
 
+// Scales of activations are followed by whole numbers.
+INLINE int32_t int_at(const float* p) {
+  int32_t x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
 INLINE int span_end(const MoeMatrix& m, int span) {
   const int end = (span + 1) * m.span;
   return end < m.padded ? end : m.padded;
@@ -54,19 +60,19 @@ INLINE int span_end(const MoeMatrix& m, int span) {
 // Where pairs of columns come from, kStep at a time.
 struct Int8 {
   static constexpr int kStep = 4;
+  static constexpr bool kParted = false;
   const uint8_t* at;
   INLINE explicit Int8(const Pass& p) : at(p.values) {}
   INLINE void begin(const Pass&, int) {}
   INLINE void load(int pair, W16 (&w)[kStep]) const {
     const uint8_t* here = at + int64_t{pair} * 2 * kLanes;
-    __builtin_prefetch(here + kAhead);
-    __builtin_prefetch(here + kAhead + 64);
     UNROLL for (int j = 0; j < kStep; ++j) w[j] = widen(here + 2 * j * kLanes);
   }
 };
 template <bool kZeros>
 struct Codes {
   static constexpr int kStep = 4;
+  static constexpr bool kParted = false;
   const uint8_t* at;
   CodeTable table;
   W16 zero;
@@ -78,15 +84,24 @@ struct Codes {
     if (kZeros) zero = both(p.zeros + span * kLanes);
   }
   INLINE void load(int pair, W16 (&w)[kStep]) const {
-    const uint8_t* here = at + int64_t{pair} * kLanes;
-    __builtin_prefetch(here + kAhead);
-    table.look_up(here, w);
+    table.look_up(at + int64_t{pair} * kLanes, w);
     if (kZeros)
       UNROLL for (int j = 0; j < kStep; ++j) w[j] = sub(w[j], zero);
   }
 };
+// Codes of int4 as they are, every other one sixteenfold, which saves most of the shifting: the sums of the latter are
+// divided by 16, and the zero point's share is taken off, once a span. 32767 * 240 * 64 < 2^29.
+struct Int4 {
+  static constexpr int kStep = 4;
+  static constexpr bool kParted = true;
+  const uint8_t* at;
+  INLINE explicit Int4(const Pass& p) : at(p.values) {}
+  INLINE void begin(const Pass&, int) {}
+  INLINE void load(int pair, W16 (&w)[kStep]) const { part_codes(at + int64_t{pair} * kLanes, w); }
+};
 struct Tile16 {
   static constexpr int kStep = 1;
+  static constexpr bool kParted = false;
   const uint8_t* at;
   INLINE explicit Tile16(const Pass& p) : at(p.tile - int64_t{p.first} * p.m.span / 2 * sizeof(W16)) {}
   INLINE void begin(const Pass&, int) {}
@@ -97,7 +112,8 @@ struct Tile16 {
 // sums: they get several sums each, which add up exactly.
 template <class Source, int kRows, int kBlocks>
 void whole_pass(const Pass* p, const int32_t* words, const float* scales, float* out, int stride) {
-  constexpr int kChains = kRows * kBlocks == 1 ? 4 : kRows * kBlocks < 4 ? 2 : 1, kStep = Source::kStep;
+  constexpr int kStep = Source::kStep, kSums = kRows * kBlocks;
+  constexpr int kChains = kSums == 1 ? 4 : kSums < 4 || Source::kParted ? 2 : 1;
   const MoeMatrix& m = p->m;
   Source source[2] = {Source(p[0]), Source(p[kBlocks - 1])};
   F32 sum[kBlocks][kRows];
@@ -133,8 +149,16 @@ void whole_pass(const Pass* p, const int32_t* words, const float* scales, float*
     UNROLL for (int b = 0; b < kBlocks; ++b) {
       const F32 weight_scale = scales_of(p[b], span);
       UNROLL for (int r = 0; r < kRows; ++r) {
-        UNROLL for (int c = 1; c < kChains; ++c) part[b][r][0] = add(part[b][r][0], part[b][r][c]);
-        sum[b][r] = fma(to_float(part[b][r][0]), mul(weight_scale, set1(scales[span * kRows + r])), sum[b][r]);
+        I32(&chains)[kChains] = part[b][r];
+        if constexpr (Source::kParted) {
+          UNROLL for (int c = 2; c < kChains; ++c) chains[c - 2] = add(chains[c - 2], chains[c]);
+          const I32 zero = m.zero_points ? bytes_to_ints(p[b].zeros + span * kLanes) : set1_i(8);
+          chains[0] = add(chains[0], shift_right(chains[1], 4));
+          chains[0] = subtract(chains[0], mul(zero, set1_i(int_at(scales + (m.spans + span) * kRows + r))));
+        } else {
+          UNROLL for (int c = 1; c < kChains; ++c) chains[0] = add(chains[0], chains[c]);
+        }
+        sum[b][r] = fma(to_float(chains[0]), mul(weight_scale, set1(scales[span * kRows + r])), sum[b][r]);
       }
     }
   }
@@ -182,7 +206,6 @@ void float_pass(const Pass* p, const int32_t* words, const float*, float* out, i
       UNROLL for (int i = 0; i < kUnit; i += 2)
         UNROLL for (int b = 0; b < kBlocks; ++b) {
           const uint8_t* here = (kTile ? p[b].tile : p[b].values) + int64_t{k + i - offset} * kLanes * Source::kBytes;
-          if (!kTile) __builtin_prefetch(here + kAhead);
           F32 even, odd;
           Source::load(here, even, odd);
           UNROLL for (int r = 0; r < kRows; ++r) part[b][r] = fma(even, set1(a[r * kUnit + i]), part[b][r]);
@@ -204,16 +227,13 @@ template <int kRows, int kBlocks>
 void byte_pass(const Pass* p, const int32_t* words, const float* scales, float* out, int stride) {
   I32 sum[kBlocks][kRows];
   UNROLL for (int r = 0; r < kRows; ++r) {
-    int32_t excess;
-    std::memcpy(&excess, scales + kRows + r, sizeof excess);
-    UNROLL for (int b = 0; b < kBlocks; ++b) sum[b][r] = set1_i(excess);
+    UNROLL for (int b = 0; b < kBlocks; ++b) sum[b][r] = set1_i(int_at(scales + kRows + r));
   }
   for (int unit = 0; unit < p->m.words; unit += kUnit, words += kUnit * kRows)
     UNROLL for (int i = 0; i < kUnit; ++i) {
       W8 w[kBlocks];
       UNROLL for (int b = 0; b < kBlocks; ++b) {
         const uint8_t* here = p[b].values + int64_t{unit + i} * 4 * kLanes;
-        __builtin_prefetch(here + kAhead);
         w[b] = load_w8(here);
       }
       UNROLL for (int r = 0; r < kRows; ++r) {
@@ -251,6 +271,8 @@ INLINE AnyPass byte_pass_of(int rows, std::integer_sequence<int, kRow...>) {
 }
 template <int kRows>
 using UpTo = std::make_integer_sequence<int, kRows>;
+
+constexpr int kStreamRows = 4;
 
 // Up to this many rows weights are used as they are read; more rows are worth a tile.
 INLINE int direct_rows(const MoeMatrix& m) { return m.values < kE4m3 ? kPanelRows : kTileRows; }
@@ -292,13 +314,15 @@ struct Ahead {
   }
 };
 
-template <class Source>
+// Few: the source for up to kFewRows rows.
+template <class Source, class Few = Source, int kFewRows = 1>
 void dot_whole(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const Strip& strip, void* scratch,
                float* out) {
   const int stride = strip.rows * kLanes;
   Pass pass[2] = {pass_of(m, record, block), pass_of(m, record, block + blocks - 1)};
   if (strip.rows <= direct_rows(m)) {
-    const AnyPass run = whole_pass_of<Source, 1>(strip.rows, UpTo<kPanelRows>());
+    const AnyPass run = strip.rows <= kFewRows ? whole_pass_of<Few, 1>(strip.rows, UpTo<kFewRows>())
+                                               : whole_pass_of<Source, 1>(strip.rows, UpTo<kPanelRows>());
     for (int b = 0; b < blocks; ++b) run(pass + b, strip.words, strip.scales, out + b * stride, stride);
     return;
   }
@@ -331,7 +355,6 @@ template <class Source>
 void widen_floats(const Pass& pass, float* to) {
   for (int k = pass.first * pass.m.span; k < span_end(pass.m, pass.last - 1); k += 2, to += 2 * kLanes) {
     const uint8_t* here = pass.values + int64_t{k} * kLanes * Source::kBytes;
-    __builtin_prefetch(here + kAhead);
     F32 even, odd;
     Source::load(here, even, odd);
     store_f(to, even), store_f(to + kLanes, odd);
@@ -381,12 +404,16 @@ void dot_float(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
 void dot_bytes(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const Strip& strip, float* out) {
   const Split panels(strip.rows, kPanelRows);
   const int stride = strip.rows * kLanes;
-  const Pass both[] = {pass_of(m, record, block), pass_of(m, record, block + blocks - 1)};
+  const Pass pass[2] = {pass_of(m, record, block), pass_of(m, record, block + blocks - 1)};
+  // Few rows wait for memory, which gives one stream faster than two.
+  const int at_once = strip.rows < kStreamRows ? 1 : blocks;
   for (int i = 0; i < panels.count; ++i) {
     const int64_t row = panels.first(i);
-    const AnyPass pass = blocks == 2 ? byte_pass_of<2>(panels.size(i), UpTo<kPanelRows>())
-                                      : byte_pass_of<1>(panels.size(i), UpTo<kPanelRows>());
-    pass(both, strip.words + row * m.words, strip.scales + row * m.word_scales, out + row * kLanes, stride);
+    const AnyPass run = at_once == 2 ? byte_pass_of<2>(panels.size(i), UpTo<kPanelRows>())
+                                     : byte_pass_of<1>(panels.size(i), UpTo<kPanelRows>());
+    for (int b = 0; b < blocks; b += at_once)
+      run(pass + b, strip.words + row * m.words, strip.scales + row * m.word_scales, out + b * stride + row * kLanes,
+          stride);
   }
 }
 
@@ -396,9 +423,9 @@ void dot(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const
     case kInt8: return dot_whole<Int8>(m, record, block, blocks, strip, scratch, out);
     case kInt8Dynamic: return dot_bytes(m, record, block, blocks, strip, out);
     case kInt4:
-    case kE2m1:
-      if (m.zero_points) return dot_whole<Codes<true>>(m, record, block, blocks, strip, scratch, out);
-      return dot_whole<Codes<false>>(m, record, block, blocks, strip, scratch, out);
+      if (m.zero_points) return dot_whole<Codes<true>, Int4, kInt4Rows>(m, record, block, blocks, strip, scratch, out);
+      return dot_whole<Codes<false>, Int4, kInt4Rows>(m, record, block, blocks, strip, scratch, out);
+    case kE2m1: return dot_whole<Codes<false>>(m, record, block, blocks, strip, scratch, out);
     case kE4m3: return dot_float<E4m3>(m, record, block, blocks, strip, scratch, out);
     case kBf16: return dot_float<Bf16>(m, record, block, blocks, strip, scratch, out);
     case kFp16: return dot_float<Fp16>(m, record, block, blocks, strip, scratch, out);
@@ -450,7 +477,8 @@ INLINE int32_t round_to_int(float x) {
 }
 
 // int16 with a scale for each span: 1/65534 of the largest number of the span is the largest error. What is below
-// 2^-100 counts as zero, and a span with a number that is not finite makes the row's result NaN.
+// 2^-100 counts as zero, and a span with a number that is not finite makes the row's result NaN. For int4 the spans'
+// sums follow the scales, as bits.
 void prepare_pairs(const MoeMatrix& m, const void* x, int32_t type, int16_t* out, float* scales) {
   float chunk[kChunk];
   for (int span = 0; span < m.spans; ++span, out += m.span) {
@@ -461,8 +489,14 @@ void prepare_pairs(const MoeMatrix& m, const void* x, int32_t type, int16_t* out
     scales[span] = bad ? as_float(kQuietNan) : tiny ? 0 : as_float(most) / 32767;
     const float inverse = bad || tiny ? 0 : 32767 / as_float(most);
     if (bad) std::memset(chunk, 0, sizeof chunk);
-    for (int i = 0; i < n; ++i) out[i] = static_cast<int16_t>(round_to_int(chunk[i] * inverse));
+    int32_t sum = 0;
+    for (int i = 0; i < n; ++i) {
+      const int32_t whole = round_to_int(chunk[i] * inverse);
+      out[i] = static_cast<int16_t>(whole);
+      sum += whole;
+    }
     for (int i = n; i < span_end(m, span) - at; ++i) out[i] = 0;
+    if (m.values == kInt4) std::memcpy(scales + m.spans + span, &sum, sizeof sum);
   }
 }
 

@@ -139,7 +139,7 @@ MOE_API int32_t moe_plan(MoeMatrix* matrix) {
   const int per_word = dynamic ? 4 : whole ? 2 : 1, unit = per_word == 1 ? 8 : per_word * kUnit;
   m.words = (m.columns + unit - 1) / unit * unit / per_word;
   m.padded = m.words * per_word;
-  m.word_scales = dynamic ? 2 : whole ? m.spans : 0;
+  m.word_scales = dynamic ? 2 : m.values == kInt4 ? 2 * m.spans : whole ? m.spans : 0;
   m.block_bytes = int64_t{m.padded} * kLanes * bits(m.values) / 8;
   const int64_t scales = int64_t{m.blocks} * m.groups * kLanes;
   m.scales_at = align(m.blocks * m.block_bytes);

@@ -4,7 +4,7 @@
 namespace {
 
 constexpr const char* kName = "portable";
-constexpr int kPanelRows = 2, kTileRows = 2, kTileBlocks = 1;
+constexpr int kPanelRows = 2, kInt4Rows = 2, kTileRows = 2, kTileBlocks = 1;
 constexpr bool kBiasedBytes = false;
 
 typedef float F32 __attribute__((vector_size(64)));
@@ -35,6 +35,12 @@ INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 INLINE F32 mul(F32 a, F32 b) { return a * b; }
 INLINE F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
 INLINE I32 add(I32 a, I32 b) { return a + b; }
+INLINE I32 subtract(I32 a, I32 b) { return a - b; }
+INLINE I32 mul(I32 a, I32 b) { return a * b; }
+INLINE I32 shift_right(I32 x, int bits) { return x >> bits; }
+INLINE I32 bytes_to_ints(const uint8_t* p) {
+  return lanes<I32>([&](int i) { return p[i]; });
+}
 INLINE I32 load_i(const void* p) { return load_as<I32>(p); }
 
 INLINE void dot_pairs(I32& sum, const W16& w, const int32_t& a) {
@@ -69,8 +75,13 @@ struct CodeTable {
     for (int j = 0; j < 4; ++j) w[j] = {of(codes, 4 * j), of(codes, 16 + 4 * j)};
   }
 };
+INLINE void part_codes(const uint8_t* p, W16 (&w)[4]) {
+  const I32 codes = load_i(p);
+  w[0] = {codes & 0xf, codes >> 16 & 0xf}, w[1] = {codes & 0xf0, codes >> 16 & 0xf0};
+  w[2] = {codes >> 8 & 0xf, codes >> 24 & 0xf}, w[3] = {codes >> 8 & 0xf0, codes >> 24 & 0xf0};
+}
 INLINE W16 both(const uint8_t* p) {
-  const I32 x = lanes<I32>([&](int i) { return p[i]; });
+  const I32 x = bytes_to_ints(p);
   return {x, x};
 }
 INLINE W16 sub(const W16& a, const W16& b) { return {a.even - b.even, a.odd - b.odd}; }
