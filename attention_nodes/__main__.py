@@ -22,6 +22,7 @@ from moe_runtime.cluster.controller_client import ControllerClient
 from moe_runtime.cluster.node_main import NodeContext, run_node
 from moe_runtime.metrics import Metrics
 from moe_runtime.models.expert_layers import load_expert_layers
+from moe_runtime.models.heap import trim_heap
 from moe_runtime.models.loader import Checkpoint, open_checkpoint
 from moe_runtime.models.packing import pack_attention
 from moe_runtime.protocol.control import LinkAddress, RequestAddress
@@ -36,6 +37,7 @@ def serve(node: NodeContext, controller: ControllerClient) -> None:
     links = _connect(node, controller.wait_peers().ffn) if node.config.cluster.ffn_nodes else {}
     experts = _experts(node, checkpoint, links, controller)
     del checkpoint  # with its mapped files
+    trim_heap()
     # Experts in this process leave nothing to overlap.
     lanes = node.config.exchange.lanes if links else 1
     pool = _pool(node, lanes)

@@ -10,6 +10,7 @@ from moe_runtime.cluster.controller_client import ControllerClient
 from moe_runtime.cluster.node_main import NodeContext, run_node
 from moe_runtime.cluster.process import yield_to_others
 from moe_runtime.models.expert_layers import ExpertLayer, load_expert_layers
+from moe_runtime.models.heap import trim_heap
 from moe_runtime.models.loader import open_checkpoint
 from moe_runtime.transport.listener import LinkListener
 
@@ -17,6 +18,7 @@ from moe_runtime.transport.listener import LinkListener
 def serve(node: NodeContext, controller: ControllerClient) -> None:
     yield_to_others()
     layers = _load(node, controller)
+    trim_heap()
     exchange = node.config.exchange
     server = ExpertServer(
         node.spec,
