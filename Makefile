@@ -4,7 +4,7 @@ BIN := .venv/bin
 DEMO := build/models/demo
 export QUESTION ?= Why is the sky blue? Answer in two sentences.
 
-.PHONY: help setup model demo test test-long lint bench bench-gateway kernels-report clean
+.PHONY: help setup model demo test test-long lint bench bench-gateway bench-kernels kernels-report clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -42,6 +42,9 @@ bench: model  ## Compare split, unsplit and transformers; writes build/bench/
 
 bench-gateway: model  ## What 64 streams through HTTP cost the engine; writes build/bench/
 	$(BIN)/python benchmarks/bench_gateway.py
+
+bench-kernels: setup  ## Expert and linear kernels against the machine's bandwidth and peaks; writes build/bench/
+	$(BIN)/python benchmarks/bench_kernels.py
 
 kernels-report: setup  ## Compile every Triton kernel for four GPUs, without one; writes build/bench/
 	$(BIN)/python benchmarks/kernels_report.py
