@@ -16,7 +16,8 @@ from moe_runtime.kernels.native import records
 class NativeBank(ExpertBank):
     """`threads`: how many cores a call takes, this thread's included. isa: native.isa_named's number.
 
-    store may not run beside a call.
+    bfloat16 experts see activations as bfloat16 where the machine has products of such pairs; all others see them to
+    float32 or, with whole numbers for weights, to 16 bits of the largest of a group. store may not run beside a call.
     """
 
     def __init__(self, shape: BankShape, threads: int = 1, isa: int | None = None) -> None:
@@ -36,8 +37,8 @@ class NativeBank(ExpertBank):
     def _planned(self, scales: torch.dtype | None) -> native.Bank:
         shape = self.shape
         return native.Bank(
-            gate_up=records.plan(shape.format, shape.intermediate, shape.hidden, scales, gated=True),
-            down=records.plan(shape.format, shape.hidden, shape.intermediate, scales),
+            gate_up=records.plan(shape.format, shape.intermediate, shape.hidden, scales, self._isa, gated=True),
+            down=records.plan(shape.format, shape.hidden, shape.intermediate, scales, self._isa),
             stored=self._stored_E.data_ptr(),
             experts=shape.experts,
         )

@@ -33,7 +33,7 @@ class NativeLinear:
         found = native.library()
         assert found is not None and self._isa >= 0, "ask native.usual_isa() first"
         self._multiply = found.moe_linear
-        matrix = records.plan(self.format, rows, columns, self._scales)
+        matrix = records.plan(self.format, rows, columns, self._scales, self._isa)
         self._memory = records.Memory(matrix.bytes)
         self._bias_N = None if bias_N is None else bias_N.float().contiguous()
         bias = None if self._bias_N is None else self._bias_N.data_ptr()

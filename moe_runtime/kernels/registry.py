@@ -1,14 +1,11 @@
 """Which back end computes: by device, by format, and by what this machine has. All of them keep one contract.
 
-| device | format | experts | linear layers |
-|---|---|---|---|
-| CPU | float32, bfloat16 | onednn_bank | kernels.linear |
-| CPU | float16 | native_bank | kernels.linear |
-| CPU | quantized | native_bank | native_linear |
-| CUDA | all | triton.bank | triton.linear for quantized weights, else kernels.linear |
-
-What is missing is made up for: oneDNN by native_bank, the native extension by plain_bank and kernels.linear, which also
-serve all other devices.
+| device | experts | linear layers |
+|---|---|---|
+| CPU | native_bank | native_linear for quantized weights, else kernels.linear |
+| CPU without the native extension | onednn_bank for float32 and bfloat16, else plain_bank | kernels.linear |
+| CUDA | triton.bank | triton.linear for quantized weights, else kernels.linear |
+| other | plain_bank | kernels.linear |
 """
 
 from collections.abc import Callable
@@ -67,6 +64,6 @@ def expert_back_end(form: Format, device: torch.device) -> str:
         return "triton"
     if device.type != "cpu":
         return "plain"
-    if not form.quantized and can_pack(torch.empty(1, 1, dtype=form.dtype)):
-        return "onednn"
-    return "native" if native.usual_isa() >= 0 else "plain"
+    if native.usual_isa() >= 0:
+        return "native"
+    return "onednn" if not form.quantized and can_pack(torch.empty(1, 1, dtype=form.dtype)) else "plain"

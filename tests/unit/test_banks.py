@@ -128,17 +128,22 @@ def test_what_does_not_fit_is_refused(kind: str, name: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_registry_picks_by_format(name: str) -> None:
-    bank = registry.expert_bank(bank_shape(name), CPU, Workers(2))
-    packed = FORMATS[name].dtype in (torch.float32, torch.bfloat16) and can_pack(torch.empty(1, 1))
-    assert type(bank) is (OneDnnBank if packed else NativeBank)
+def test_the_registry_picks_by_device(name: str) -> None:
+    assert type(registry.expert_bank(bank_shape(name), CPU, Workers(2))) is NativeBank
     assert type(registry.expert_bank(bank_shape(name), torch.device("meta"), Workers(1))) is PlainBank
 
 
-def test_without_the_extension_the_plain_bank_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_the_extension_others_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.ENVIRONMENT, "off")
-    bank = registry.expert_bank(bank_shape("w8a16"), CPU, Workers(1))
-    assert type(bank) is PlainBank
+    packed = not FORMATS[name].quantized and can_pack(torch.empty(1, 1, dtype=FORMATS[name].dtype))
+    assert type(registry.expert_bank(bank_shape(name), CPU, Workers(1))) is (OneDnnBank if packed else PlainBank)
+
+
+@needs_native
+def test_linear_layers_with_and_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ENVIRONMENT, "off")
+    bank = PlainBank(bank_shape("w8a16"))
     weight_NK, _ = random_expert(bank.shape, 0)
     x_TK = torch.randn(3, bank.shape.hidden)
     plain_TN = registry.quantized_linear(weight_NK)(x_TK)

@@ -71,7 +71,7 @@ struct MoeAttention {
 
 MOE_API int32_t moe_abi();
 MOE_API int32_t moe_isa(const char* name);       // number of an instruction set that this machine has, or -1
-MOE_API int32_t moe_plan(MoeMatrix* matrix);     // 0, or 1 where the given part makes no sense
+MOE_API int32_t moe_plan(MoeMatrix* matrix, int32_t isa);  // 0, or 1 where the given part makes no sense
 MOE_API void moe_pack(const MoeMatrix* matrix, uint8_t* record, const uint8_t* values, const uint8_t* scales,
                       const uint8_t* zeros);
 MOE_API void moe_unpack(const MoeMatrix* matrix, const uint8_t* record, uint8_t* values, uint8_t* scales,

@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr const char* kName = "avx2";
 constexpr int kPanelRows = 6, kInt4Rows = 2, kTileRows = 6, kTileBlocks = 1;
 constexpr bool kBiasedBytes = false;
 
@@ -143,7 +142,8 @@ INLINE void fp16_from_floats(const float* x, int n, uint16_t* out) {
 const KernelTable* avx2_kernels() {
   const bool here =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return here ? &kTable : nullptr;
+  static constexpr KernelTable table = table_of<false>("avx2");
+  return here ? &table : nullptr;
 }
 #else
 const KernelTable* avx2_kernels() { return nullptr; }

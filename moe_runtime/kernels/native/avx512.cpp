@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr const char* kName = "avx512";
 // 12 whole-number and 12 float sums leave eight registers: 12 rows of a block, or, with fewer loads, 6 of two.
 constexpr int kPanelRows = 12, kInt4Rows = 8, kTileRows = 6, kTileBlocks = 2;
 constexpr bool kBiasedBytes = true;  // vpdpbusd multiplies unsigned by signed
@@ -46,6 +45,12 @@ INLINE void dot_fours(I32& sum, W8 w, const int32_t& a) {
 INLINE __m512i broadcast(const int32_t& a) { return _mm512_set1_epi32(a); }
 INLINE void dot_pairs(I32& sum, W16 w, __m512i a) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a)); }
 INLINE void dot_fours(I32& sum, W8 w, __m512i a) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a)); }
+
+// Not every machine with the rest has this one.
+INLINE void dot_bf16(F32& sum, W16 w, __m512i a) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a)); }
+INLINE void dot_bf16(F32& sum, W16 w, const int32_t& a) {
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(a));
+}
 
 INLINE W16 load_w16(const void* p) { return _mm512_loadu_si512(p); }
 INLINE void store_w16(void* p, W16 w) { _mm512_storeu_si512(p, w); }
@@ -115,12 +120,19 @@ INLINE void fp16_from_floats(const float* x, int n, uint16_t* out) {
 
 #include "kernels.h"
 
+const KernelTable* avx512bf16_kernels() {
+  static constexpr KernelTable table = table_of<true>("avx512bf16");
+  return avx512_kernels() && __builtin_cpu_supports("avx512bf16") ? &table : nullptr;
+}
+
 const KernelTable* avx512_kernels() {
   const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");
-  return here ? &kTable : nullptr;
+  static constexpr KernelTable table = table_of<false>("avx512");
+  return here ? &table : nullptr;
 }
 #else
+const KernelTable* avx512bf16_kernels() { return nullptr; }
 const KernelTable* avx512_kernels() { return nullptr; }
 #endif

@@ -13,7 +13,8 @@ struct Strip {
 
 struct KernelTable {
   const char* name;
-  int most_rows;  // of a panel
+  int most_rows;    // of a panel
+  bool bf16_pairs;  // multiplies bf16 by bf16, so that activations are prepared as such
   int64_t scratch_bytes;
 
   // How many rows the panels of a strip of so many rows hold at most.
@@ -37,7 +38,8 @@ struct KernelTable {
   int64_t (*read)(const uint8_t* start, int64_t bytes);
 };
 
-const KernelTable* avx512_kernels();  // null where this build or machine has none
+const KernelTable* avx512bf16_kernels();  // null where this build or machine has none
+const KernelTable* avx512_kernels();
 const KernelTable* avx2_kernels();
 const KernelTable* portable_kernels();
 const KernelTable* kernels_of(int32_t isa);

@@ -221,34 +221,57 @@ void float_pass(const Pass* p, const int32_t* words, const float*, float* out, i
     UNROLL for (int r = 0; r < kRows; ++r) store_f(out + b * stride + r * kLanes, sum[b][r]);
 }
 
-// int8 activations, one scale a row: all columns add up in 32 bits, 127 * 255 * 65536 < 2^31. Weights are stored with
-// 128 added; where that is how they are multiplied, a row's sum starts with what that adds, which is its second scale.
-template <int kRows, int kBlocks>
-void byte_pass(const Pass* p, const int32_t* words, const float* scales, float* out, int stride) {
-  I32 sum[kBlocks][kRows];
-  UNROLL for (int r = 0; r < kRows; ++r) {
-    UNROLL for (int b = 0; b < kBlocks; ++b) sum[b][r] = set1_i(int_at(scales + kRows + r));
+// Products that need no scale before all columns are summed up, so that weights are multiplied as they lie in memory.
+// int8 by int8, one scale a row of activations: 127 * 255 * 65536 < 2^31. Weights are stored with 128 added; where that
+// is how they are multiplied, a row's sum starts with what that adds, which follows its scale.
+struct Bytes {
+  using Sum = I32;
+  INLINE static W8 load(const uint8_t* p) { return load_w8(p); }
+  INLINE static Sum first(const float* scales, int rows, int r) { return set1_i(int_at(scales + rows + r)); }
+  template <class Word>
+  INLINE static void dot(Sum& sum, const W8& w, const Word& a) {
+    dot_fours(sum, w, a);
   }
+  INLINE static F32 result(const Sum& sum, const F32& weight_scale, const float* scales, int r) {
+    return mul(to_float(sum), mul(weight_scale, set1(scales[r])));
+  }
+};
+// bf16 by bf16, where there are instructions for that: one float sum over all columns, in their order.
+template <class Pairs>
+struct Bf16Pairs {
+  using Sum = F32;
+  INLINE static Pairs load(const uint8_t* p) { return load_w16(p); }
+  INLINE static Sum first(const float*, int, int) { return zero_f(); }
+  template <class Word>
+  INLINE static void dot(Sum& sum, const Pairs& w, const Word& a) {
+    dot_bf16(sum, w, a);
+  }
+  INLINE static F32 result(const Sum& sum, const F32&, const float*, int) { return sum; }
+};
+
+template <class Product, int kRows, int kBlocks>
+void stream_pass(const Pass* p, const int32_t* words, const float* scales, float* out, int stride) {
+  typename Product::Sum sum[kBlocks][kRows];
+  UNROLL for (int r = 0; r < kRows; ++r)
+    UNROLL for (int b = 0; b < kBlocks; ++b) sum[b][r] = Product::first(scales, kRows, r);
   for (int unit = 0; unit < p->m.words; unit += kUnit, words += kUnit * kRows)
     UNROLL for (int i = 0; i < kUnit; ++i) {
-      W8 w[kBlocks];
-      UNROLL for (int b = 0; b < kBlocks; ++b) {
-        const uint8_t* here = p[b].values + int64_t{unit + i} * 4 * kLanes;
-        w[b] = load_w8(here);
-      }
-      UNROLL for (int r = 0; r < kRows; ++r) {
-        if constexpr (kBlocks == 1) {
-          dot_fours(sum[0][r], w[0], words[r * kUnit + i]);
-        } else {
+      const int64_t at = int64_t{unit + i} * 4 * kLanes;
+      const auto upper = Product::load(p[0].values + at);
+      if constexpr (kBlocks == 1) {
+        UNROLL for (int r = 0; r < kRows; ++r) Product::dot(sum[0][r], upper, words[r * kUnit + i]);
+      } else {
+        const auto lower = Product::load(p[1].values + at);
+        UNROLL for (int r = 0; r < kRows; ++r) {
           const auto all = broadcast(words[r * kUnit + i]);
-          dot_fours(sum[0][r], w[0], all), dot_fours(sum[1][r], w[1], all);
+          Product::dot(sum[0][r], upper, all), Product::dot(sum[1][r], lower, all);
         }
       }
     }
   UNROLL for (int b = 0; b < kBlocks; ++b) {
     const F32 weight_scale = scales_of(p[b], 0);
     UNROLL for (int r = 0; r < kRows; ++r)
-      store_f(out + b * stride + r * kLanes, mul(to_float(sum[b][r]), mul(weight_scale, set1(scales[r]))));
+      store_f(out + b * stride + r * kLanes, Product::result(sum[b][r], weight_scale, scales, r));
   }
 }
 
@@ -264,9 +287,9 @@ INLINE AnyPass float_pass_of(int rows, std::integer_sequence<int, kRow...>) {
   static constexpr AnyPass passes[] = {float_pass<Source, kRow + 1, kBlocks, kTile>...};
   return passes[rows - 1];
 }
-template <int kBlocks, int... kRow>
-INLINE AnyPass byte_pass_of(int rows, std::integer_sequence<int, kRow...>) {
-  static constexpr AnyPass passes[] = {byte_pass<kRow + 1, kBlocks>...};
+template <class Product, int kBlocks, int... kRow>
+INLINE AnyPass stream_pass_of(int rows, std::integer_sequence<int, kRow...>) {
+  static constexpr AnyPass passes[] = {stream_pass<Product, kRow + 1, kBlocks>...};
   return passes[rows - 1];
 }
 template <int kRows>
@@ -277,8 +300,10 @@ constexpr int kStreamRows = 4;
 // Up to this many rows weights are used as they are read; more rows are worth a tile.
 INLINE int direct_rows(const MoeMatrix& m) { return m.values < kE4m3 ? kPanelRows : kTileRows; }
 
+template <bool kPairs>
 int panel_rows(const MoeMatrix& m, int rows) {
-  return m.values == kInt8Dynamic || rows <= direct_rows(m) ? kPanelRows : kTileRows;
+  const bool streams = m.values == kInt8Dynamic || (kPairs && m.values == kBf16);
+  return streams || rows <= direct_rows(m) ? kPanelRows : kTileRows;
 }
 
 template <class Source>
@@ -401,7 +426,8 @@ void dot_float(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
   }
 }
 
-void dot_bytes(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const Strip& strip, float* out) {
+template <class Product>
+void dot_stream(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const Strip& strip, float* out) {
   const Split panels(strip.rows, kPanelRows);
   const int stride = strip.rows * kLanes;
   const Pass pass[2] = {pass_of(m, record, block), pass_of(m, record, block + blocks - 1)};
@@ -409,25 +435,28 @@ void dot_bytes(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
   const int at_once = strip.rows < kStreamRows ? 1 : blocks;
   for (int i = 0; i < panels.count; ++i) {
     const int64_t row = panels.first(i);
-    const AnyPass run = at_once == 2 ? byte_pass_of<2>(panels.size(i), UpTo<kPanelRows>())
-                                     : byte_pass_of<1>(panels.size(i), UpTo<kPanelRows>());
+    const AnyPass run = at_once == 2 ? stream_pass_of<Product, 2>(panels.size(i), UpTo<kPanelRows>())
+                                     : stream_pass_of<Product, 1>(panels.size(i), UpTo<kPanelRows>());
     for (int b = 0; b < blocks; b += at_once)
       run(pass + b, strip.words + row * m.words, strip.scales + row * m.word_scales, out + b * stride + row * kLanes,
           stride);
   }
 }
 
+template <bool kPairs>
 void dot(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const Strip& strip, void* scratch,
          float* out) {
   switch (m.values) {
     case kInt8: return dot_whole<Int8>(m, record, block, blocks, strip, scratch, out);
-    case kInt8Dynamic: return dot_bytes(m, record, block, blocks, strip, out);
+    case kInt8Dynamic: return dot_stream<Bytes>(m, record, block, blocks, strip, out);
     case kInt4:
       if (m.zero_points) return dot_whole<Codes<true>, Int4, kInt4Rows>(m, record, block, blocks, strip, scratch, out);
       return dot_whole<Codes<false>, Int4, kInt4Rows>(m, record, block, blocks, strip, scratch, out);
     case kE2m1: return dot_whole<Codes<false>>(m, record, block, blocks, strip, scratch, out);
     case kE4m3: return dot_float<E4m3>(m, record, block, blocks, strip, scratch, out);
-    case kBf16: return dot_float<Bf16>(m, record, block, blocks, strip, scratch, out);
+    case kBf16:
+      if constexpr (kPairs) return dot_stream<Bf16Pairs<W16>>(m, record, block, blocks, strip, out);
+      else return dot_float<Bf16>(m, record, block, blocks, strip, scratch, out);
     case kFp16: return dot_float<Fp16>(m, record, block, blocks, strip, scratch, out);
     default: return dot_float<Fp32>(m, record, block, blocks, strip, scratch, out);
   }
@@ -529,7 +558,24 @@ void prepare_bytes(const MoeMatrix& m, const void* x, int32_t type, int8_t* out,
   std::memcpy(scales + 1, &excess, sizeof excess);
 }
 
+INLINE uint16_t to_bf16(float x) {
+  const uint32_t bits = as_bits(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > kInfinite ? bits >> 16 | 0x40 : rounded);
+}
+
+void prepare_bf16(const MoeMatrix& m, const void* x, int32_t type, uint16_t* out) {
+  float chunk[kChunk];
+  for (int at = 0; at < m.padded; at += kChunk) {
+    const int end = m.padded - at < kChunk ? m.padded - at : kChunk, n = m.columns - at < end ? m.columns - at : end;
+    load_floats(x, type, at, n, chunk);
+    for (int i = 0; i < n; ++i) out[at + i] = to_bf16(chunk[i]);
+    for (int i = n; i < end; ++i) out[at + i] = 0;
+  }
+}
+
+template <bool kPairs>
 void prepare(const MoeMatrix& m, const void* x, int32_t type, int32_t* words, float* scales) {
+  if (kPairs && m.values == kBf16) return prepare_bf16(m, x, type, reinterpret_cast<uint16_t*>(words));
   if (m.values == kInt8Dynamic) return prepare_bytes(m, x, type, reinterpret_cast<int8_t*>(words), scales);
   if (m.word_scales) return prepare_pairs(m, x, type, reinterpret_cast<int16_t*>(words), scales);
   float* out = reinterpret_cast<float*>(words);
@@ -571,10 +617,7 @@ void store(const float* x, int n, int32_t type, void* y) {
   if (type == kFloat16) fp16_from_floats(x, n, static_cast<uint16_t*>(y));
   if (type != kBfloat16) return;
   uint16_t* out = static_cast<uint16_t*>(y);
-  for (int i = 0; i < n; ++i) {
-    const uint32_t bits = as_bits(x[i]), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    out[i] = static_cast<uint16_t>((bits & 0x7fffffff) > kInfinite ? bits >> 16 | 0x40 : rounded);
-  }
+  for (int i = 0; i < n; ++i) out[i] = to_bf16(x[i]);
 }
 
 // ---- What the machine can do at best ----
@@ -633,7 +676,11 @@ int64_t read(const uint8_t* start, int64_t bytes) {
   return static_cast<int64_t>(out[0]);
 }
 
-constexpr KernelTable kTable = {kName, kPanelRows, kTileBlocks * kTileColumns16 / 2 * sizeof(W16), panel_rows, dot, prepare, pack_panel, silu_mul,
-                                add_scaled, store, peak_float, peak_pairs, peak_bytes, read};
+// kPairs: with the instructions for bf16.
+template <bool kPairs>
+constexpr KernelTable table_of(const char* name) {
+  return {name, kPanelRows, kPairs, kTileBlocks * kTileColumns16 / 2 * sizeof(W16), panel_rows<kPairs>, dot<kPairs>,
+          prepare<kPairs>, pack_panel, silu_mul, add_scaled, store, peak_float, peak_pairs, peak_bytes, read};
+}
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "abi.h"
+#include "kernel_table.h"
 #include "lanes.h"
 
 namespace {
@@ -126,7 +127,7 @@ int64_t row_bytes(const MoeMatrix& m) { return (int64_t{m.columns} * bits(m.valu
 
 }  // namespace
 
-MOE_API int32_t moe_plan(MoeMatrix* matrix) {
+MOE_API int32_t moe_plan(MoeMatrix* matrix, int32_t isa) {
   MoeMatrix& m = *matrix;
   const bool sane = m.rows > 0 && m.columns > 0 && m.columns <= 65536 && m.group_rows > 0 && m.group >= 0 &&
                     m.group % 8 == 0 && m.group <= kSpan && m.values >= kInt8 && m.values <= kFp32;
@@ -136,7 +137,8 @@ MOE_API int32_t moe_plan(MoeMatrix* matrix) {
   m.span = m.group ? m.group : kSpan;
   m.spans = (m.columns + m.span - 1) / m.span;
   const bool dynamic = m.values == kInt8Dynamic, whole = m.values < kE4m3;
-  const int per_word = dynamic ? 4 : whole ? 2 : 1, unit = per_word == 1 ? 8 : per_word * kUnit;
+  const bool pairs = whole || (m.values == kBf16 && kernels_of(isa)->bf16_pairs);
+  const int per_word = dynamic ? 4 : pairs ? 2 : 1, unit = per_word == 1 ? 8 : per_word * kUnit;
   m.words = (m.columns + unit - 1) / unit * unit / per_word;
   m.padded = m.words * per_word;
   m.word_scales = dynamic ? 2 : m.values == kInt4 ? 2 * m.spans : whole ? m.spans : 0;
@@ -188,4 +190,4 @@ MOE_API void moe_huge_pages(void* start, int64_t bytes) {
 #endif
 }
 
-MOE_API int32_t moe_abi() { return 1; }
+MOE_API int32_t moe_abi() { return 2; }

@@ -1,6 +1,7 @@
 """The shared library of the CPU kernels: found, checked and declared for ctypes, which frees the interpreter's lock.
 
-Structs mirror abi.h field by field. MOE_RUNTIME_NATIVE=avx512|avx2|portable picks an instruction set, `off` none.
+Structs mirror abi.h field by field. The environment's MOE_RUNTIME_NATIVE picks one of the instruction sets below, or
+`off` none.
 """
 
 import ctypes
@@ -11,8 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 
 _LOG = logging.getLogger(__name__)
-_ABI = 1
-INSTRUCTION_SETS = ("avx512", "avx2", "portable")
+_ABI = 2
+INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
 ENVIRONMENT = "MOE_RUNTIME_NATIVE"
 
 OK, NO_MEMORY, BAD_SLOT, EMPTY_SLOT = range(4)
@@ -110,7 +111,7 @@ def here() -> tuple[str, ...]:
 def _declare(found: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[object, list[object]]] = {
         "moe_isa": (c_int32, [c_char_p]),
-        "moe_plan": (c_int32, [POINTER(Matrix)]),
+        "moe_plan": (c_int32, [POINTER(Matrix), c_int32]),
         "moe_pack": (None, [POINTER(Matrix), c_void_p, c_void_p, c_void_p, c_void_p]),
         "moe_unpack": (None, [POINTER(Matrix), c_void_p, c_void_p, c_void_p, c_void_p]),
         "moe_huge_pages": (None, [c_void_p, c_int64]),

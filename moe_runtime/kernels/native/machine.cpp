@@ -9,7 +9,7 @@
 namespace {
 
 using Lookup = const KernelTable* (*)();
-constexpr Lookup kLookups[] = {avx512_kernels, avx2_kernels, portable_kernels};
+constexpr Lookup kLookups[] = {avx512bf16_kernels, avx512_kernels, avx2_kernels, portable_kernels};
 constexpr int kIsas = sizeof kLookups / sizeof *kLookups;
 
 struct Measurement {

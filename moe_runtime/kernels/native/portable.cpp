@@ -3,7 +3,6 @@
 
 namespace {
 
-constexpr const char* kName = "portable";
 constexpr int kPanelRows = 2, kInt4Rows = 2, kTileRows = 2, kTileBlocks = 1;
 constexpr bool kBiasedBytes = false;
 
@@ -144,4 +143,7 @@ INLINE void fp16_from_floats(const float* x, int n, uint16_t* out) {
 
 #include "kernels.h"
 
-const KernelTable* portable_kernels() { return &kTable; }
+const KernelTable* portable_kernels() {
+  static constexpr KernelTable table = table_of<false>("portable");
+  return &table;
+}

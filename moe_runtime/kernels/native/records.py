@@ -23,7 +23,9 @@ NUMBERS: dict[torch.dtype | None, int] = {
 _HUGE_PAGE = 2 << 20
 
 
-def plan(form: Format, rows: int, columns: int, scales: torch.dtype | None, gated: bool = False) -> native.Matrix:
+def plan(
+    form: Format, rows: int, columns: int, scales: torch.dtype | None, isa: int, gated: bool = False
+) -> native.Matrix:
     """Where everything of a weight [rows, columns] lies; gated: [2 * rows, columns], gate's rows first."""
     found = native.library()
     assert found is not None
@@ -37,7 +39,7 @@ def plan(form: Format, rows: int, columns: int, scales: torch.dtype | None, gate
         zero_points=form.zero_points,
         gated=gated,
     )
-    if found.moe_plan(byref(matrix)):
+    if found.moe_plan(byref(matrix), isa):
         raise ValueError(f"{form.name}: a weight of {rows} x {columns} is beyond the native kernels")
     return matrix
 
