@@ -15,6 +15,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +35,12 @@ from moe_runtime.quant.quantize import quantize
 FORMATS_SHOWN = ("w8a16", "w4a16-g64", "w4a16-g32-zp", "mxfp4", "w8a8", "fp8", "fp8-block", "bfloat16", "float32")
 TOKENS = (1, 2, 4, 16, 64, 512)
 READ_BYTES, READ_PIECE = 512 << 20, 64 << 20  # a piece a turn, so that none is in a cache when it is read again
-LAYERS_BYTES = 192 << 20  # of several layers where one fits a cache
+LAYERS_BYTES = 160 << 20  # of as many layers as it takes, for one alone may fit a cache
 SECONDS = 0.4  # spent on each figure
 ROUTINGS = 8
+UNFUSED = ("w8a16", "w4a16-g64", "w8a8")  # for which a call a product is shown as well
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,16 +121,27 @@ def filled(bank: ExpertBank, expert: tuple[Weight, Weight]) -> ExpertBank:
     return bank
 
 
-def grouped(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, products: Sequence[tuple[Experts, Experts]]) -> Tensor:
+def layers(shape: BankShape, make: Callable[[], Experts]) -> Experts:
+    """Several layers' experts in turn, as a model visits them."""
+    turns = cycle([make() for _ in range(-(-LAYERS_BYTES // shape.nbytes))])
+    return lambda x_TH, slots_TK, weights_TK: next(turns)(x_TH, slots_TK, weights_TK)
+
+
+def one_by_one(shape: BankShape, make: Callable[[], Sequence[Product]]) -> Experts:
+    pairs = [make() for _ in range(shape.experts)]
+    return lambda x_TH, slots_TK, weights_TK: grouped(x_TH, slots_TK, weights_TK, pairs)
+
+
+def grouped(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, pairs: Sequence[Sequence[Product]]) -> Tensor:
     """Rows sorted by expert, two products and a SiLU for each: what a call a layer saves."""
     flat, y_TH = slots_TK.flatten(), torch.zeros(x_TH.shape)
     order_R = flat.argsort(stable=True)
-    counts_N = torch.bincount(flat, minlength=len(products)).tolist()
+    counts_N = torch.bincount(flat, minlength=len(pairs)).tolist()
     token_R = order_R // slots_TK.shape[1]
     outs = []
     for expert, x_BH in enumerate(x_TH[token_R].split(counts_N)):
         if len(x_BH):
-            gate_up, down = products[expert]
+            gate_up, down = pairs[expert]
             gate_BI, up_BI = gate_up(x_BH).chunk(2, dim=-1)
             outs.append(down(F.silu(gate_BI).mul_(up_BI)))
     return y_TH.index_add_(0, token_R, torch.cat(outs).float() * weights_TK.flatten()[order_R, None]).to(x_TH.dtype)
@@ -135,32 +149,30 @@ def grouped(x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor, products: Sequen
 
 def native_candidates(shape: BankShape, threads: int) -> Iterator[Candidate]:
     form, expert = shape.format, random_expert(shape)
-    bank = filled(NativeBank(shape, threads), expert)
     dtype = torch.float32 if form.name == "float32" else torch.bfloat16
-    yield Candidate(f"{form.name}, native", bank, bank.nbytes, dtype)
-    if form.name in ("w8a16", "w4a16-g64", "w8a8"):
-        del bank
-        products = [tuple(NativeLinear(weight, threads=threads) for weight in expert) for _ in range(shape.experts)]
-        nbytes = sum(product.nbytes for pair in products for product in pair)
-        yield Candidate(f"{form.name}, native, unfused", lambda x, s, w: grouped(x, s, w, products), nbytes, dtype)
+    banks = layers(shape, lambda: filled(NativeBank(shape, threads), expert))
+    yield Candidate(f"{form.name}, native", banks, shape.nbytes, dtype)
+    del banks
+    if form.name in UNFUSED:
+        pairs = layers(
+            shape, lambda: one_by_one(shape, lambda: [NativeLinear(weight, threads=threads) for weight in expert])
+        )
+        yield Candidate(f"{form.name}, native, a call a product", pairs, shape.nbytes, dtype)
 
 
 def onednn_candidates(shape: BankShape, threads: int) -> Iterator[Candidate]:
     if shape.format.name in ("bfloat16", "float32"):
-        bank = filled(OneDnnBank(shape, Workers(threads)), random_expert(shape))
-        yield Candidate(f"{shape.format.name}, oneDNN", bank, bank.nbytes, shape.format.dtype)
+        expert, workers = random_expert(shape), Workers(threads)
+        banks = layers(shape, lambda: filled(OneDnnBank(shape, workers), expert))
+        yield Candidate(f"{shape.format.name}, oneDNN", banks, shape.nbytes, shape.format.dtype)
 
 
 def torch_candidates(shape: BankShape) -> Iterator[Candidate]:
     sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
-    if shape.format.name == "w8a16":
-        make, nbytes = int8pack, shape.nbytes
-    elif shape.format.name == "w4a16-g64":
-        make, nbytes = int4pack, shape.nbytes
-    else:
-        return
-    products = [tuple(make(*size) for size in sizes) for _ in range(shape.experts)]
-    yield Candidate(f"{shape.format.name}, torch.{make.__name__}", lambda x, s, w: grouped(x, s, w, products), nbytes)
+    make = {"w8a16": int8pack, "w4a16-g64": int4pack}.get(shape.format.name)
+    if make is not None:
+        pairs = layers(shape, lambda: one_by_one(shape, lambda: [make(*size) for size in sizes]))
+        yield Candidate(f"{shape.format.name}, torch's {make.__name__}", pairs, shape.nbytes)
 
 
 def int8pack(rows: int, columns: int) -> Callable[[Tensor], Tensor]:

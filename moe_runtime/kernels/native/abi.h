@@ -10,7 +10,8 @@ enum Numbers : int32_t { kNone, kFloat32, kFloat16, kBfloat16, kE8m0 };
 enum Status : int32_t { kOk, kNoMemory, kBadSlot, kEmptySlot };
 
 // A weight as the kernels stream it: blocks of 16 rows, each row of which is a lane. Python gives the first part and
-// moe_plan derives the second. A record holds values, scales and zero points, in this order.
+// moe_plan derives the second. A record is block after block, a block is stretch after stretch of columns, and a stretch
+// has a head, scales and then zero points of its groups, and its values: one stream, from which all is read in order.
 struct MoeMatrix {
   int32_t values, scales;      // Values, Numbers
   int32_t rows, columns;       // outputs (of gate alone, where gated) and inputs
@@ -21,8 +22,8 @@ struct MoeMatrix {
   int32_t groups;              // scales of a row
   int32_t span, spans;         // columns that are summed up before anything is scaled, and how many of them a row has
   int32_t words, word_scales;  // 32-bit words and scales of a row of prepared activations
-  int32_t unused;
-  int64_t block_bytes, scales_at, zeros_at, bytes;  // of one block's values; offsets in a record; its size
+  int32_t stretch_log;         // of the spans in a stretch, which has 128 columns where there are groups, else all
+  int64_t span_bytes, head_bytes, stretch_bytes, block_bytes, bytes;  // of a span's values, ..., of a record
 };
 
 struct MoeBank {

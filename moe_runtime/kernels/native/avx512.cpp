@@ -74,7 +74,9 @@ struct CodeTable {
   }
 };
 INLINE void part_codes(const uint8_t* p, W16 (&w)[4]) {
-  const __m512i low = _mm512_loadu_si512(p), high = _mm512_srli_epi16(low, 8);
+  __m512i low = _mm512_loadu_si512(p);
+  asm("" : "+v"(low));  // once, not wherever it is used
+  const __m512i high = _mm512_srli_epi16(low, 8);
   const __m512i even = _mm512_set1_epi16(0x000f), odd = _mm512_set1_epi16(0x00f0);
   w[0] = _mm512_and_si512(low, even), w[1] = _mm512_and_si512(low, odd);
   w[2] = _mm512_and_si512(high, even), w[3] = _mm512_and_si512(high, odd);

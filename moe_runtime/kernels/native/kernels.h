@@ -19,29 +19,50 @@ constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -
 
 struct Pass {  // spans first..last of one block
   const MoeMatrix& m;
-  const uint8_t *values, *scales, *zeros;
+  const uint8_t* block;
   float unit;  // what scales have to be multiplied by, because of how numbers are read
   int first, last;
   const uint8_t* tile;  // of these spans
 };
 
 INLINE Pass pass_of(const MoeMatrix& m, const uint8_t* record, int block) {
-  const int64_t scales = int64_t{block} * m.groups * kLanes;
   // e2m1 is read as twice the number, and e4m3 as a half, whose exponent has another bias.
   const float unit = m.values == kE2m1 ? 0.5f : m.values == kE4m3 ? 256.0f : 1.0f;
-  return {m, record + block * m.block_bytes, record + m.scales_at + scales * number_bytes(m.scales),
-          record + m.zeros_at + scales, unit, 0, m.spans, nullptr};
+  return {m, record + block * m.block_bytes, unit, 0, m.spans, nullptr};
 }
 
-INLINE F32 scales_of(const Pass& p, int span) {
-  const int at = p.m.group ? span * kLanes : 0;
-  const F32 unit = set1(p.unit);
-  switch (p.m.scales) {
+// Where the values, scales and zero points of one span after another are.
+struct Cursor {
+  const MoeMatrix& m;
+  const uint8_t *head, *values, *scales, *zeros;
+  int left;  // spans of this stretch
+
+  INLINE explicit Cursor(const Pass& p)
+      : m(p.m), head(p.block + head_at(p.m, p.first)), values(p.block + values_at(p.m, p.first)) {
+    enter();
+  }
+  INLINE void next() {
+    values += m.span_bytes;
+    if (!m.group) return;
+    scales += kLanes * number_bytes(m.scales), zeros += kLanes;
+    if (--left) return;
+    head += m.stretch_bytes, values = head + m.head_bytes;
+    enter();
+  }
+
+ private:
+  INLINE void enter() {
+    left = groups_of_head(m), scales = head, zeros = head + left * kLanes * number_bytes(m.scales);
+  }
+};
+
+INLINE F32 scales_at(const Cursor& c, const F32& unit) {
+  switch (c.m.scales) {
     case kNone: return unit;
-    case kFloat32: return mul(unit, load_f(reinterpret_cast<const float*>(p.scales) + at));
-    case kFloat16: return mul(unit, from_fp16(p.scales + 2 * at));
-    case kBfloat16: return mul(unit, from_bf16(p.scales + 2 * at));
-    default: return mul(unit, from_e8m0(p.scales + at));
+    case kFloat32: return mul(unit, load_f(reinterpret_cast<const float*>(c.scales)));
+    case kFloat16: return mul(unit, from_fp16(c.scales));
+    case kBfloat16: return mul(unit, from_bf16(c.scales));
+    default: return mul(unit, from_e8m0(c.scales));
   }
 }
 
@@ -52,18 +73,17 @@ INLINE int32_t int_at(const float* p) {
   return x;
 }
 
-INLINE int span_end(const MoeMatrix& m, int span) {
-  const int end = (span + 1) * m.span;
-  return end < m.padded ? end : m.padded;
+INLINE int columns_of(const MoeMatrix& m, int span) {  // padded
+  return span + 1 < m.spans ? m.span : m.padded - span * m.span;
 }
 
-// Where pairs of columns come from, kStep at a time.
+// Where pairs of columns come from, kStep at a time; `pair` counts from the beginning of the span.
 struct Int8 {
   static constexpr int kStep = 4;
   static constexpr bool kParted = false;
-  const uint8_t* at;
-  INLINE explicit Int8(const Pass& p) : at(p.values) {}
-  INLINE void begin(const Pass&, int) {}
+  const uint8_t* at = nullptr;
+  INLINE explicit Int8(const Pass&) {}
+  INLINE void begin(const Cursor& c) { at = c.values; }
   INLINE void load(int pair, W16 (&w)[kStep]) const {
     const uint8_t* here = at + int64_t{pair} * 2 * kLanes;
     UNROLL for (int j = 0; j < kStep; ++j) w[j] = widen(here + 2 * j * kLanes);
@@ -73,15 +93,16 @@ template <bool kZeros>
 struct Codes {
   static constexpr int kStep = 4;
   static constexpr bool kParted = false;
-  const uint8_t* at;
+  const uint8_t* at = nullptr;
   CodeTable table;
   W16 zero;
-  INLINE explicit Codes(const Pass& p) : at(p.values), table(numbers(p.m)), zero(both(p.zeros)) {}
+  INLINE explicit Codes(const Pass& p) : table(numbers(p.m)), zero(both(p.block)) {}
   INLINE static const int8_t* numbers(const MoeMatrix& m) {
     return m.values == kE2m1 ? kTwiceE2m1 : kZeros ? kUnsigned4 : kSigned4;
   }
-  INLINE void begin(const Pass& p, int span) {
-    if (kZeros) zero = both(p.zeros + span * kLanes);
+  INLINE void begin(const Cursor& c) {
+    at = c.values;
+    if (kZeros) zero = both(c.zeros);
   }
   INLINE void load(int pair, W16 (&w)[kStep]) const {
     table.look_up(at + int64_t{pair} * kLanes, w);
@@ -94,17 +115,17 @@ struct Codes {
 struct Int4 {
   static constexpr int kStep = 4;
   static constexpr bool kParted = true;
-  const uint8_t* at;
-  INLINE explicit Int4(const Pass& p) : at(p.values) {}
-  INLINE void begin(const Pass&, int) {}
+  const uint8_t* at = nullptr;
+  INLINE explicit Int4(const Pass&) {}
+  INLINE void begin(const Cursor& c) { at = c.values; }
   INLINE void load(int pair, W16 (&w)[kStep]) const { part_codes(at + int64_t{pair} * kLanes, w); }
 };
 struct Tile16 {
   static constexpr int kStep = 1;
   static constexpr bool kParted = false;
-  const uint8_t* at;
-  INLINE explicit Tile16(const Pass& p) : at(p.tile - int64_t{p.first} * p.m.span / 2 * sizeof(W16)) {}
-  INLINE void begin(const Pass&, int) {}
+  const uint8_t *at = nullptr, *next;
+  INLINE explicit Tile16(const Pass& p) : next(p.tile) {}
+  INLINE void begin(const Cursor& c) { at = next, next += c.m.span / 2 * sizeof(W16); }
   INLINE void load(int pair, W16 (&w)[kStep]) const { w[0] = load_w16(at + int64_t{pair} * sizeof(W16)); }
 };
 
@@ -116,20 +137,21 @@ void whole_pass(const Pass* p, const int32_t* words, const float* scales, float*
   constexpr int kChains = kSums == 1 ? 4 : kSums < 4 || Source::kParted ? 2 : 1;
   const MoeMatrix& m = p->m;
   Source source[2] = {Source(p[0]), Source(p[kBlocks - 1])};
+  Cursor cursor[2] = {Cursor(p[0]), Cursor(p[kBlocks - 1])};
+  const F32 unit = set1(p->unit);
   F32 sum[kBlocks][kRows];
   UNROLL for (int b = 0; b < kBlocks; ++b)
     UNROLL for (int r = 0; r < kRows; ++r) sum[b][r] = p->first ? load_f(out + b * stride + r * kLanes) : zero_f();
   for (int span = p->first; span < p->last; ++span) {
     I32 part[kBlocks][kRows][kChains];
     UNROLL for (int b = 0; b < kBlocks; ++b) {
-      source[b].begin(p[b], span);
+      source[b].begin(cursor[b]);
       UNROLL for (int r = 0; r < kRows; ++r)
         UNROLL for (int c = 0; c < kChains; ++c) part[b][r][c] = zero_i();
     }
-    const int end = span_end(m, span) / 2;
-    int pair = span * m.span / 2;
-    const int32_t* a = words + int64_t{pair} * kRows;
-    for (; pair < end; pair += kUnit, a += kUnit * kRows) {
+    const int pairs = columns_of(m, span) / 2;
+    const int32_t* a = words + int64_t{span} * m.span / 2 * kRows;
+    for (int pair = 0; pair < pairs; pair += kUnit, a += kUnit * kRows) {
       UNROLL for (int i = 0; i < kUnit; i += kStep) {
         W16 w[kBlocks][kStep];
         UNROLL for (int b = 0; b < kBlocks; ++b) source[b].load(pair + i, w[b]);
@@ -147,12 +169,12 @@ void whole_pass(const Pass* p, const int32_t* words, const float* scales, float*
       }
     }
     UNROLL for (int b = 0; b < kBlocks; ++b) {
-      const F32 weight_scale = scales_of(p[b], span);
+      const F32 weight_scale = scales_at(cursor[b], unit);
       UNROLL for (int r = 0; r < kRows; ++r) {
         I32(&chains)[kChains] = part[b][r];
         if constexpr (Source::kParted) {
           UNROLL for (int c = 2; c < kChains; ++c) chains[c - 2] = add(chains[c - 2], chains[c]);
-          const I32 zero = m.zero_points ? bytes_to_ints(p[b].zeros + span * kLanes) : set1_i(8);
+          const I32 zero = m.zero_points ? bytes_to_ints(cursor[b].zeros) : set1_i(8);
           chains[0] = add(chains[0], shift_right(chains[1], 4));
           chains[0] = subtract(chains[0], mul(zero, set1_i(int_at(scales + (m.spans + span) * kRows + r))));
         } else {
@@ -160,6 +182,7 @@ void whole_pass(const Pass* p, const int32_t* words, const float* scales, float*
         }
         sum[b][r] = fma(to_float(chains[0]), mul(weight_scale, set1(scales[span * kRows + r])), sum[b][r]);
       }
+      cursor[b].next();
     }
   }
   UNROLL for (int b = 0; b < kBlocks; ++b)
@@ -195,26 +218,30 @@ void float_pass(const Pass* p, const int32_t* words, const float*, float* out, i
   F32 sum[kBlocks][kRows];
   UNROLL for (int b = 0; b < kBlocks; ++b)
     UNROLL for (int r = 0; r < kRows; ++r) sum[b][r] = p->first ? load_f(out + b * stride + r * kLanes) : zero_f();
-  const int offset = kTile ? p->first * m.span : 0;
+  Cursor cursor[2] = {Cursor(p[0]), Cursor(p[kBlocks - 1])};
+  const F32 unit = set1(p->unit);
   for (int span = p->first; span < p->last; ++span) {
     F32 part[kBlocks][kRows];
     UNROLL for (int b = 0; b < kBlocks; ++b)
       UNROLL for (int r = 0; r < kRows; ++r) part[b][r] = zero_f();
-    const int begin = span * m.span, end = span_end(m, span);
-    const float* a = reinterpret_cast<const float*>(words) + int64_t{begin} * kRows;
-    for (int k = begin; k < end; k += kUnit, a += kUnit * kRows) {
+    const uint8_t* from[kBlocks];
+    UNROLL for (int b = 0; b < kBlocks; ++b)
+      from[b] = kTile ? p[b].tile + int64_t{span - p->first} * m.span * kLanes * Source::kBytes : cursor[b].values;
+    const int columns = columns_of(m, span);
+    const float* a = reinterpret_cast<const float*>(words) + int64_t{span} * m.span * kRows;
+    for (int k = 0; k < columns; k += kUnit, a += kUnit * kRows) {
       UNROLL for (int i = 0; i < kUnit; i += 2)
         UNROLL for (int b = 0; b < kBlocks; ++b) {
-          const uint8_t* here = (kTile ? p[b].tile : p[b].values) + int64_t{k + i - offset} * kLanes * Source::kBytes;
           F32 even, odd;
-          Source::load(here, even, odd);
+          Source::load(from[b] + (k + i) * kLanes * Source::kBytes, even, odd);
           UNROLL for (int r = 0; r < kRows; ++r) part[b][r] = fma(even, set1(a[r * kUnit + i]), part[b][r]);
           UNROLL for (int r = 0; r < kRows; ++r) part[b][r] = fma(odd, set1(a[r * kUnit + i + 1]), part[b][r]);
         }
     }
     UNROLL for (int b = 0; b < kBlocks; ++b) {
-      const F32 scale = scales_of(p[b], span);
+      const F32 scale = scales_at(cursor[b], unit);
       UNROLL for (int r = 0; r < kRows; ++r) sum[b][r] = fma(part[b][r], scale, sum[b][r]);
+      cursor[b].next();
     }
   }
   UNROLL for (int b = 0; b < kBlocks; ++b)
@@ -256,12 +283,12 @@ void stream_pass(const Pass* p, const int32_t* words, const float* scales, float
     UNROLL for (int b = 0; b < kBlocks; ++b) sum[b][r] = Product::first(scales, kRows, r);
   for (int unit = 0; unit < p->m.words; unit += kUnit, words += kUnit * kRows)
     UNROLL for (int i = 0; i < kUnit; ++i) {
-      const int64_t at = int64_t{unit + i} * 4 * kLanes;
-      const auto upper = Product::load(p[0].values + at);
+      const int64_t at = p->m.head_bytes + int64_t{unit + i} * 4 * kLanes;
+      const auto upper = Product::load(p[0].block + at);
       if constexpr (kBlocks == 1) {
         UNROLL for (int r = 0; r < kRows; ++r) Product::dot(sum[0][r], upper, words[r * kUnit + i]);
       } else {
-        const auto lower = Product::load(p[1].values + at);
+        const auto lower = Product::load(p[1].block + at);
         UNROLL for (int r = 0; r < kRows; ++r) {
           const auto all = broadcast(words[r * kUnit + i]);
           Product::dot(sum[0][r], upper, all), Product::dot(sum[1][r], lower, all);
@@ -269,7 +296,7 @@ void stream_pass(const Pass* p, const int32_t* words, const float* scales, float
       }
     }
   UNROLL for (int b = 0; b < kBlocks; ++b) {
-    const F32 weight_scale = scales_of(p[b], 0);
+    const F32 weight_scale = scales_at(Cursor(p[b]), set1(1));
     UNROLL for (int r = 0; r < kRows; ++r)
       store_f(out + b * stride + r * kLanes, Product::result(sum[b][r], weight_scale, scales, r));
   }
@@ -309,9 +336,10 @@ int panel_rows(const MoeMatrix& m, int rows) {
 template <class Source>
 void widen_spans(const Pass& pass, uint8_t* to) {
   Source source(pass);
-  for (int span = pass.first; span < pass.last; ++span) {
-    source.begin(pass, span);
-    for (int pair = span * pass.m.span / 2; pair < span_end(pass.m, span) / 2; pair += Source::kStep) {
+  Cursor cursor(pass);
+  for (int span = pass.first; span < pass.last; ++span, cursor.next()) {
+    source.begin(cursor);
+    for (int pair = 0; pair < columns_of(pass.m, span) / 2; pair += Source::kStep) {
       W16 w[Source::kStep];
       source.load(pair, w);
       UNROLL for (int j = 0; j < Source::kStep; ++j, to += sizeof(W16)) store_w16(to, w[j]);
@@ -319,17 +347,16 @@ void widen_spans(const Pass& pass, uint8_t* to) {
   }
 }
 
-// Brings in what the next tile is made of, a piece before each panel of this one.
+// Brings in what the next tile is made of, a piece before each panel of this one. Tiles begin where stretches do.
 struct Ahead {
   const uint8_t* from[2];
   int64_t piece, bytes;
   INLINE Ahead(const Pass& upper, const Pass& lower, int64_t to_next, int panels) {
     const MoeMatrix& m = upper.m;
-    const int64_t span = m.block_bytes / m.padded * m.span;
-    const int64_t done = upper.last < m.spans ? upper.last * span : to_next;
-    bytes = (upper.last - upper.first) * span;
+    const int64_t next = upper.last < m.spans ? values_at(m, upper.last) - (m.group ? m.head_bytes : 0) : to_next;
+    bytes = (upper.last - upper.first) * (m.group ? m.stretch_bytes / groups_of_head(m) : m.span_bytes);
     piece = (bytes / panels + 63) / 64 * 64;
-    from[0] = upper.values + done, from[1] = lower.values + done;
+    from[0] = upper.block + next, from[1] = lower.block + next;
   }
   INLINE void fetch(int panel) const {
     for (int64_t at = panel * piece; at < (panel + 1) * piece && at < bytes; at += 64) {
@@ -378,11 +405,14 @@ void dot_whole(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
 
 template <class Source>
 void widen_floats(const Pass& pass, float* to) {
-  for (int k = pass.first * pass.m.span; k < span_end(pass.m, pass.last - 1); k += 2, to += 2 * kLanes) {
-    const uint8_t* here = pass.values + int64_t{k} * kLanes * Source::kBytes;
-    F32 even, odd;
-    Source::load(here, even, odd);
-    store_f(to, even), store_f(to + kLanes, odd);
+  Cursor cursor(pass);
+  for (int span = pass.first; span < pass.last; ++span, cursor.next()) {
+    const uint8_t* from = cursor.values;
+    for (int k = 0; k < columns_of(pass.m, span); k += 2, to += 2 * kLanes) {
+      F32 even, odd;
+      Source::load(from + k * kLanes * Source::kBytes, even, odd);
+      store_f(to, even), store_f(to + kLanes, odd);
+    }
   }
 }
 
@@ -408,7 +438,7 @@ void dot_float(const MoeMatrix& m, const uint8_t* record, int block, int blocks,
       here->last = here->first + spans < m.spans ? here->first + spans : m.spans;
       for (int i = 0; i < at_once; ++i) {
         here[i].first = here->first, here[i].last = here->last;
-        here[i].tile = here[i].values + here->first * m.span * kLanes * sizeof(float);
+        here[i].tile = here[i].block + values_at(m, here->first);
         if constexpr (Source::kBytes == 4) continue;  // is one already
         float* const to = tile + i * kTileColumnsFloat * kLanes;
         here[i].tile = reinterpret_cast<const uint8_t*>(to);
@@ -524,7 +554,7 @@ void prepare_pairs(const MoeMatrix& m, const void* x, int32_t type, int16_t* out
       out[i] = static_cast<int16_t>(whole);
       sum += whole;
     }
-    for (int i = n; i < span_end(m, span) - at; ++i) out[i] = 0;
+    for (int i = n; i < columns_of(m, span); ++i) out[i] = 0;
     if (m.values == kInt4) std::memcpy(scales + m.spans + span, &sum, sizeof sum);
   }
 }

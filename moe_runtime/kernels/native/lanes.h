@@ -14,6 +14,15 @@ inline int number_bytes(int32_t numbers) {
   }
 }
 
+// Offsets in a block: of the head that has a span's scale, and of the span's values.
+inline int64_t head_at(const MoeMatrix& m, int span) { return (span >> m.stretch_log) * m.stretch_bytes; }
+inline int64_t values_at(const MoeMatrix& m, int span) {
+  return head_at(m, span) + m.head_bytes + (span & ((1 << m.stretch_log) - 1)) * m.span_bytes;
+}
+// Which of a head's scales is a span's, and how many it has.
+inline int place_in_head(const MoeMatrix& m, int span) { return m.group ? span & ((1 << m.stretch_log) - 1) : 0; }
+inline int groups_of_head(const MoeMatrix& m) { return m.group ? 1 << m.stretch_log : 1; }
+
 // n rows as few panels of at most `most` rows, as even as they can be.
 struct Split {
   int count, base, extra;

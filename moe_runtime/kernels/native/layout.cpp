@@ -1,6 +1,6 @@
-// From the canonical layout to the one that kernels stream, and back: a permutation, plus zeros where rows or columns
-// are padded. A row's bytes go in pieces of 1, 2 or 4; piece i of lane r, which is row r of its block, comes to
-// (16 * i + r) * size, so that a vector holds the same columns of sixteen rows. What a piece is:
+// From the canonical layout to the one that kernels stream, and back: a permutation, plus zeros where rows, columns or
+// heads are padded. Within a span, a row's bytes go in pieces of 1, 2 or 4; piece i of lane r, which is row r of its
+// block, comes to (16 * i + r) * size, so that a vector holds the same columns of sixteen rows. What a piece is:
 //   int8           two columns
 //   int8 dynamic   four columns, each with 128 added
 //   int4, e2m1     eight columns: the even ones' codes, then the odd ones', so that shifting each half by 0, 4, 8 and 12
@@ -16,7 +16,8 @@
 
 namespace {
 
-constexpr int32_t kSpan = 128;  // where the format has no groups
+constexpr int32_t kSpan = 128;      // where the format has no groups
+constexpr int32_t kOneStretch = 30;  // a logarithm that no number of spans reaches
 
 int bits(int32_t values) {
   switch (values) {
@@ -110,27 +111,12 @@ void row_out(int32_t values, const uint8_t* lane, int64_t bytes, uint8_t* row) {
   }
 }
 
-struct Place {  // of one canonical row
-  int64_t block;
-  int lane;
-};
-
-Place place(const MoeMatrix& m, int row) {
-  const int part = row / m.rows, within = row % m.rows;
-  return {int64_t{within / kLanes} * (1 + m.gated) + part, within % kLanes};
-}
-
-// Where the canonical scales have the one of a row's group; several rows may share it.
-int64_t scale_of(const MoeMatrix& m, int row, int group) { return int64_t{row / m.group_rows} * m.groups + group; }
-
-int64_t row_bytes(const MoeMatrix& m) { return (int64_t{m.columns} * bits(m.values) + 7) / 8; }
-
 }  // namespace
 
 MOE_API int32_t moe_plan(MoeMatrix* matrix, int32_t isa) {
   MoeMatrix& m = *matrix;
   const bool sane = m.rows > 0 && m.columns > 0 && m.columns <= 65536 && m.group_rows > 0 && m.group >= 0 &&
-                    m.group % 8 == 0 && m.group <= kSpan && m.values >= kInt8 && m.values <= kFp32;
+                    (m.group == 0 || (m.group % 8 == 0 && kSpan % m.group == 0)) && m.values >= kInt8 && m.values <= kFp32;
   if (!sane) return 1;
   m.blocks = (m.rows + kLanes - 1) / kLanes * (1 + m.gated);
   m.groups = m.scales == kNone ? 0 : m.group ? (m.columns + m.group - 1) / m.group : 1;
@@ -142,43 +128,60 @@ MOE_API int32_t moe_plan(MoeMatrix* matrix, int32_t isa) {
   m.words = (m.columns + unit - 1) / unit * unit / per_word;
   m.padded = m.words * per_word;
   m.word_scales = dynamic ? 2 : m.values == kInt4 ? 2 * m.spans : whole ? m.spans : 0;
-  m.block_bytes = int64_t{m.padded} * kLanes * bits(m.values) / 8;
-  const int64_t scales = int64_t{m.blocks} * m.groups * kLanes;
-  m.scales_at = align(m.blocks * m.block_bytes);
-  m.zeros_at = align(m.scales_at + scales * number_bytes(m.scales));
-  m.bytes = align(m.zeros_at + (m.zero_points ? scales : 0));
+  m.stretch_log = m.group ? __builtin_ctz(kSpan / m.group) : kOneStretch;
+  m.span_bytes = int64_t{m.span} * kLanes * bits(m.values) / 8;
+  m.head_bytes = m.groups ? align(int64_t{groups_of_head(m)} * kLanes * (number_bytes(m.scales) + m.zero_points)) : 0;
+  m.stretch_bytes = m.head_bytes + kSpan / m.span * m.span_bytes;
+  m.block_bytes = align(values_at(m, m.spans - 1) + int64_t{m.padded - (m.spans - 1) * m.span} * kLanes * bits(m.values) / 8);
+  m.bytes = m.blocks * m.block_bytes;
   return 0;
 }
+
+namespace {
+
+// Calls scale(canonical, of a block) and values(canonical, of a block, bytes of one row and span) for every row and span.
+template <class Scale, class Values>
+void each_span(const MoeMatrix& m, Scale scale, Values values) {
+  const int64_t row_bytes = (int64_t{m.columns} * bits(m.values) + 7) / 8, of_span = m.span * bits(m.values) / 8;
+  for (int row = 0; row < m.rows * (1 + m.gated); ++row) {
+    const int part = row / m.rows, within = row % m.rows, lane = within % kLanes;
+    const int64_t block = (int64_t{within / kLanes} * (1 + m.gated) + part) * m.block_bytes;
+    for (int span = 0; span < m.spans; ++span) {
+      const int64_t at = span * of_span, bytes = row_bytes - at < of_span ? row_bytes - at : of_span;
+      values(row * row_bytes + at, block + values_at(m, span) + lane * piece_bytes(m.values), bytes);
+      if (span < m.groups)
+        scale(int64_t{row / m.group_rows} * m.groups + span, block + head_at(m, span), place_in_head(m, span) * kLanes + lane);
+    }
+  }
+}
+
+}  // namespace
 
 MOE_API void moe_pack(const MoeMatrix* matrix, uint8_t* record, const uint8_t* values, const uint8_t* scales,
                       const uint8_t* zeros) {
   const MoeMatrix& m = *matrix;
-  const int size = number_bytes(m.scales), piece = piece_bytes(m.values);
+  const int size = number_bytes(m.scales), zeros_at = groups_of_head(m) * kLanes * size;
   std::memset(record, 0, m.bytes);
-  for (int row = 0; row < m.rows * (1 + m.gated); ++row) {
-    const auto [block, lane] = place(m, row);
-    row_in(m.values, values + row * row_bytes(m), row_bytes(m), record + block * m.block_bytes + lane * piece);
-    for (int group = 0; group < m.groups; ++group) {
-      const int64_t to = (block * m.groups + group) * kLanes + lane, from = scale_of(m, row, group);
-      std::memcpy(record + m.scales_at + to * size, scales + from * size, size);
-      if (m.zero_points) record[m.zeros_at + to] = zeros[from];
-    }
-  }
+  each_span(
+      m,
+      [&](int64_t from, int64_t head, int place) {
+        std::memcpy(record + head + place * size, scales + from * size, size);
+        if (m.zero_points) record[head + zeros_at + place] = zeros[from];
+      },
+      [&](int64_t from, int64_t lane, int64_t bytes) { row_in(m.values, values + from, bytes, record + lane); });
 }
 
 MOE_API void moe_unpack(const MoeMatrix* matrix, const uint8_t* record, uint8_t* values, uint8_t* scales,
                         uint8_t* zeros) {
   const MoeMatrix& m = *matrix;
-  const int size = number_bytes(m.scales), piece = piece_bytes(m.values);
-  for (int row = 0; row < m.rows * (1 + m.gated); ++row) {
-    const auto [block, lane] = place(m, row);
-    row_out(m.values, record + block * m.block_bytes + lane * piece, row_bytes(m), values + row * row_bytes(m));
-    for (int group = 0; group < m.groups; ++group) {
-      const int64_t from = (block * m.groups + group) * kLanes + lane, to = scale_of(m, row, group);
-      std::memcpy(scales + to * size, record + m.scales_at + from * size, size);
-      if (m.zero_points) zeros[to] = record[m.zeros_at + from];
-    }
-  }
+  const int size = number_bytes(m.scales), zeros_at = groups_of_head(m) * kLanes * size;
+  each_span(
+      m,
+      [&](int64_t to, int64_t head, int place) {
+        std::memcpy(scales + to * size, record + head + place * size, size);
+        if (m.zero_points) zeros[to] = record[head + zeros_at + place];
+      },
+      [&](int64_t to, int64_t lane, int64_t bytes) { row_out(m.values, record + lane, bytes, values + to); });
 }
 
 // Streaming a weight touches a new page every 4 KB otherwise, which halves the bandwidth of a virtual machine.
@@ -190,4 +193,4 @@ MOE_API void moe_huge_pages(void* start, int64_t bytes) {
 #endif
 }
 
-MOE_API int32_t moe_abi() { return 2; }
+MOE_API int32_t moe_abi() { return 3; }

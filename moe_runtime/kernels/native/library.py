@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 
 _LOG = logging.getLogger(__name__)
-_ABI = 2
+_ABI = 3
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
 ENVIRONMENT = "MOE_RUNTIME_NATIVE"
 
@@ -25,8 +25,8 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("values", "scales", "rows", "columns", "group_rows", "group")),
         *((name, c_int32) for name in ("zero_points", "gated", "blocks", "padded", "groups", "span", "spans")),
-        *((name, c_int32) for name in ("words", "word_scales", "unused")),
-        *((name, c_int64) for name in ("block_bytes", "scales_at", "zeros_at", "bytes")),
+        *((name, c_int32) for name in ("words", "word_scales", "stretch_log")),
+        *((name, c_int64) for name in ("span_bytes", "head_bytes", "stretch_bytes", "block_bytes", "bytes")),
     )
 
 
