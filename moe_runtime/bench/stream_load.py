@@ -92,4 +92,5 @@ class _Stream(asyncio.Protocol):
 
     def _fail(self) -> None:
         seen = self._head.decode(errors="replace")
-        self.tokens.set_exception(RuntimeError(f"a stream was not answered whole; it began {seen[:500]!r}"))
+        ended = self._tail.decode(errors="replace")
+        self.tokens.set_exception(RuntimeError(f"a stream was not answered whole; it began {seen[:300]!r} and ended {ended[-600:]!r}"))
