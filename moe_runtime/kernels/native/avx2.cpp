@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #include "kernel_headers.h"
-#pragma GCC target("avx2,fma,f16c")
+BEGIN_TARGET("avx2,fma,f16c")
 
 namespace {
 
@@ -139,7 +139,10 @@ INLINE void fp16_from_floats(const float* x, int n, uint16_t* out) {
 
 #include "kernels.h"
 
+END_TARGET
+
 const KernelTable* avx2_kernels() {
+  __builtin_cpu_init();
   const bool here =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static constexpr KernelTable table = table_of<false>("avx2");

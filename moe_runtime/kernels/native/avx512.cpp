@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #include "kernel_headers.h"
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 
 namespace {
 
@@ -122,12 +122,15 @@ INLINE void fp16_from_floats(const float* x, int n, uint16_t* out) {
 
 #include "kernels.h"
 
+END_TARGET
+
 const KernelTable* avx512bf16_kernels() {
   static constexpr KernelTable table = table_of<true>("avx512bf16");
   return avx512_kernels() && __builtin_cpu_supports("avx512bf16") ? &table : nullptr;
 }
 
 const KernelTable* avx512_kernels() {
+  __builtin_cpu_init();
   const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");

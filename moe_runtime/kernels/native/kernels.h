@@ -264,13 +264,12 @@ struct Bytes {
   }
 };
 // bf16 by bf16, where there are instructions for that: one float sum over all columns, in their order.
-template <class Pairs>
 struct Bf16Pairs {
   using Sum = F32;
-  INLINE static Pairs load(const uint8_t* p) { return load_w16(p); }
+  INLINE static W16 load(const uint8_t* p) { return load_w16(p); }
   INLINE static Sum first(const float*, int, int) { return zero_f(); }
   template <class Word>
-  INLINE static void dot(Sum& sum, const Pairs& w, const Word& a) {
+  INLINE static void dot(Sum& sum, const W16& w, const Word& a) {
     dot_bf16(sum, w, a);
   }
   INLINE static F32 result(const Sum& sum, const F32&, const float*, int) { return sum; }
@@ -485,7 +484,7 @@ void dot(const MoeMatrix& m, const uint8_t* record, int block, int blocks, const
     case kE2m1: return dot_whole<Codes<false>>(m, record, block, blocks, strip, scratch, out);
     case kE4m3: return dot_float<E4m3>(m, record, block, blocks, strip, scratch, out);
     case kBf16:
-      if constexpr (kPairs) return dot_stream<Bf16Pairs<W16>>(m, record, block, blocks, strip, out);
+      if constexpr (kPairs) return dot_stream<Bf16Pairs>(m, record, block, blocks, strip, out);
       else return dot_float<Bf16>(m, record, block, blocks, strip, scratch, out);
     case kFp16: return dot_float<Fp16>(m, record, block, blocks, strip, scratch, out);
     default: return dot_float<Fp32>(m, record, block, blocks, strip, scratch, out);
