@@ -91,6 +91,7 @@ class _Stream(asyncio.Protocol):
             self._fail()
 
     def _fail(self) -> None:
-        seen = self._head.decode(errors="replace")
-        ended = self._tail.decode(errors="replace")
-        self.tokens.set_exception(RuntimeError(f"a stream was not answered whole; it began {seen[:300]!r} and ended {ended[-600:]!r}"))
+        began, ended = (part.decode(errors="replace") for part in (self._head[:300], self._tail[-600:]))
+        self.tokens.set_exception(
+            RuntimeError(f"a stream was not answered whole; it began {began!r} and ended {ended!r}")
+        )
