@@ -10,8 +10,8 @@ enum Numbers : int32_t { kNone, kFloat32, kFloat16, kBfloat16, kE8m0 };
 enum Status : int32_t { kOk, kNoMemory, kBadSlot, kEmptySlot };
 
 // A weight as the kernels stream it: blocks of 16 rows, each row of which is a lane. Python gives the first part and
-// moe_plan derives the second. A record is block after block, a block is stretch after stretch of columns, and a stretch
-// has a head, scales and then zero points of its groups, and its values: one stream, from which all is read in order.
+// moe_plan derives the second. A record is block after block, a block is stretch after stretch of columns, and a
+// stretch has a head, scales and then zero points of its groups, and its values: all is read in one direction.
 struct MoeMatrix {
   int32_t values, scales;      // Values, Numbers
   int32_t rows, columns;       // outputs (of gate alone, where gated) and inputs

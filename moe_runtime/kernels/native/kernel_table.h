@@ -3,8 +3,8 @@
 #include "abi.h"
 #include "lanes.h"
 
-// Prepared activations of some rows that go over a weight together. Panel p holds Split(rows, panel_rows(...)).size(p) rows,
-// four words of each at a time ([word / 4][row][word % 4], and scales [scale][row]), so that one pointer walks over all.
+// Prepared activations of some rows that go over a weight together. Panel p holds Split(rows, panel_rows()).size(p)
+// rows, four words of each at a time: [word / 4][row][word % 4], and scales [scale][row]; one pointer walks over all.
 struct Strip {
   const int32_t* words;  // a 32-bit word: a pair of int16, four int8 or a float
   const float* scales;

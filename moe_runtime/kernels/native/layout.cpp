@@ -3,8 +3,8 @@
 // block, comes to (16 * i + r) * size, so that a vector holds the same columns of sixteen rows. What a piece is:
 //   int8           two columns
 //   int8 dynamic   four columns, each with 128 added
-//   int4, e2m1     eight columns: the even ones' codes, then the odd ones', so that shifting each half by 0, 4, 8 and 12
-//                  bits gives two columns a time
+//   int4, e2m1     eight columns: the even ones' codes, then the odd ones', so that shifting each half by 0, 4, 8 and
+//                  12 bits gives two columns a time
 //   bf16           two columns; e4m3, fp16, fp32: one
 #include <sys/mman.h>
 
@@ -115,9 +115,9 @@ void row_out(int32_t values, const uint8_t* lane, int64_t bytes, uint8_t* row) {
 
 MOE_API int32_t moe_plan(MoeMatrix* matrix, int32_t isa) {
   MoeMatrix& m = *matrix;
-  const bool sane = m.rows > 0 && m.columns > 0 && m.columns <= 65536 && m.group_rows > 0 && m.group >= 0 &&
-                    (m.group == 0 || (m.group % 8 == 0 && kSpan % m.group == 0)) && m.values >= kInt8 && m.values <= kFp32;
-  if (!sane) return 1;
+  const bool grouped = m.group > 0 && m.group % 8 == 0 && kSpan % m.group == 0;
+  const bool sized = m.rows > 0 && m.columns > 0 && m.columns <= 65536 && m.group_rows > 0;
+  if (!sized || !(grouped || m.group == 0) || m.values < kInt8 || m.values > kFp32) return 1;
   m.blocks = (m.rows + kLanes - 1) / kLanes * (1 + m.gated);
   m.groups = m.scales == kNone ? 0 : m.group ? (m.columns + m.group - 1) / m.group : 1;
   m.span = m.group ? m.group : kSpan;
@@ -132,14 +132,16 @@ MOE_API int32_t moe_plan(MoeMatrix* matrix, int32_t isa) {
   m.span_bytes = int64_t{m.span} * kLanes * bits(m.values) / 8;
   m.head_bytes = m.groups ? align(int64_t{groups_of_head(m)} * kLanes * (number_bytes(m.scales) + m.zero_points)) : 0;
   m.stretch_bytes = m.head_bytes + kSpan / m.span * m.span_bytes;
-  m.block_bytes = align(values_at(m, m.spans - 1) + int64_t{m.padded - (m.spans - 1) * m.span} * kLanes * bits(m.values) / 8);
+  const int64_t last_columns = m.padded - (m.spans - 1) * m.span;
+  m.block_bytes = align(values_at(m, m.spans - 1) + last_columns * kLanes * bits(m.values) / 8);
   m.bytes = m.blocks * m.block_bytes;
   return 0;
 }
 
 namespace {
 
-// Calls scale(canonical, of a block) and values(canonical, of a block, bytes of one row and span) for every row and span.
+// For every row and span, values(canonical offset, record offset, bytes), and where it begins a group
+// scale(canonical index, record offset of the head, index in the head).
 template <class Scale, class Values>
 void each_span(const MoeMatrix& m, Scale scale, Values values) {
   const int64_t row_bytes = (int64_t{m.columns} * bits(m.values) + 7) / 8, of_span = m.span * bits(m.values) / 8;
@@ -149,8 +151,9 @@ void each_span(const MoeMatrix& m, Scale scale, Values values) {
     for (int span = 0; span < m.spans; ++span) {
       const int64_t at = span * of_span, bytes = row_bytes - at < of_span ? row_bytes - at : of_span;
       values(row * row_bytes + at, block + values_at(m, span) + lane * piece_bytes(m.values), bytes);
-      if (span < m.groups)
-        scale(int64_t{row / m.group_rows} * m.groups + span, block + head_at(m, span), place_in_head(m, span) * kLanes + lane);
+      if (span >= m.groups) continue;
+      const int64_t group = int64_t{row / m.group_rows} * m.groups + span;
+      scale(group, block + head_at(m, span), place_in_head(m, span) * kLanes + lane);
     }
   }
 }

@@ -96,7 +96,7 @@ class Job {
     for (; block < end; block += 2) {
       const int two = end - block < 2 ? 1 : 2;
       k_.dot(m_, linear_.record, block, two, strip, mine.tile, mine.products);
-      for (int b = block; b < block + two; ++b) finish(first, b, strip.rows, mine.products + (b - block) * strip.rows * kLanes);
+      for (int b = 0; b < two; ++b) finish(first, block + b, strip.rows, mine.products + b * strip.rows * kLanes);
     }
   }
 
@@ -129,7 +129,8 @@ class Job {
 MOE_API int32_t moe_linear(const MoeLinear* linear, const MoeLinearCall* given) {
   MoeLinearCall call = *given;
   call.threads = call.threads < 1 ? 1 : call.threads < kMostThreads ? call.threads : kMostThreads;
-  const int64_t room = kMostScratch / (4 * (linear->matrix.words + linear->matrix.word_scales)), piece = room < 64 ? 64 : room;
+  const int64_t room = kMostScratch / (4 * (linear->matrix.words + linear->matrix.word_scales));
+  const int64_t piece = room < 64 ? 64 : room;
   for (int64_t first = 0; first < call.tokens; first += piece) {
     const int64_t rows = call.tokens - first < piece ? call.tokens - first : piece;
     if (!Job(*linear, call, *kernels_of(call.isa), first, static_cast<int>(rows)).run()) return kNoMemory;

@@ -128,7 +128,9 @@ INLINE void pair_from_bf16(const uint8_t* p, F32& even, F32& odd) {
   even = floats_of_bits(x << 16), odd = floats_of_bits(x & set1_i(static_cast<int32_t>(0xffff0000)));
 }
 INLINE F32 from_e4m3(const uint8_t* p) {
-  return lanes<F32>([&](int i) { return float_of_fp16(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)); });
+  return lanes<F32>([&](int i) {
+    return float_of_fp16(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+  });
 }
 INLINE void pair_from_e4m3(const uint8_t* p, F32& even, F32& odd) { even = from_e4m3(p), odd = from_e4m3(p + kLanes); }
 
