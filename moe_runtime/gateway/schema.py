@@ -1,5 +1,6 @@
 """The request bodies of OpenAI's two endpoints, with the fields and ranges that this server honours."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -52,7 +53,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(RequestModel, ABC):
     """What both endpoints share. `user` has no effect by OpenAI's definition.
 
     truncate_prompt_tokens keeps the prompt's last tokens: so many, or with -1 as many as leave room for the answer.
@@ -97,9 +98,9 @@ class GenerationRequest(RequestModel):
         return self.n
 
     @property
+    @abstractmethod
     def scored(self) -> int | None:
         """How many of the best tokens to report with each one; None for no scores at all."""
-        raise NotImplementedError
 
     @property
     def echoed(self) -> bool:

@@ -125,14 +125,6 @@ class Checkpoint:
         *gate_up, down = self._expert_roles(layer, expert)
         return ExpertWeights(self._joined(gate_up, form, expert), self._joined([down], form, expert))
 
-    def read_expert(self, layer: int, expert: int, gate_up_2IH: Tensor, down_HI: Tensor) -> None:
-        """Read one logical expert that is stored plain straight into the given tensors, converting to their dtype."""
-        *gate_up, down = self._expert_roles(layer, expert)
-        if self._weights[down].scheme:
-            raise CheckpointError(f"tensor {self._weights[down].some_name} is quantized: expected plain numbers")
-        self._copy_plain(gate_up, gate_up_2IH, expert)
-        self._copy_plain([down], down_HI, expert)
-
     def _expert_roles(self, layer: int, expert: int) -> list[TensorRole]:
         """Of gate, up and down, or of gate_up and down."""
         if TensorRole("down", layer, expert) in self._weights:

@@ -24,6 +24,11 @@
 #define MULTIVERSIONED
 #endif
 #define INLINE inline __attribute__((always_inline))
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // before version 12 gcc knows this one alone
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
 
 namespace {
 
@@ -139,25 +144,25 @@ INLINE void load_tile(const MoeAttention& call, const int32_t* table, int g, int
 INLINE void transpose(Vec* m) {
     for (int i = 0; i < 16; i += 2) {
         const Vec a = m[i], b = m[i + 1];
-        m[i] = __builtin_shuffle(a, b, Ints{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30});
-        m[i + 1] = __builtin_shuffle(a, b, Ints{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+        m[i] = PICK(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        m[i + 1] = PICK(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
     }
     for (int k = 0; k < 16; k += 4)
         for (int i = k; i < k + 2; ++i) {
             const Vec a = m[i], b = m[i + 2];
-            m[i] = __builtin_shuffle(a, b, Ints{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29});
-            m[i + 2] = __builtin_shuffle(a, b, Ints{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+            m[i] = PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+            m[i + 2] = PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
         }
     for (int k = 0; k < 16; k += 8)
         for (int i = k; i < k + 4; ++i) {
             const Vec a = m[i], b = m[i + 4];
-            m[i] = __builtin_shuffle(a, b, Ints{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27});
-            m[i + 4] = __builtin_shuffle(a, b, Ints{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+            m[i] = PICK(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+            m[i + 4] = PICK(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
         }
     for (int i = 0; i < 8; ++i) {
         const Vec a = m[i], b = m[i + 8];
-        m[i] = __builtin_shuffle(a, b, Ints{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23});
-        m[i + 8] = __builtin_shuffle(a, b, Ints{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+        m[i] = PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        m[i + 8] = PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     }
 }
 
